@@ -1,0 +1,204 @@
+"""Where entries live when all heads of a layer hold equally many: one preallocated tensor.
+
+    slot      0 ............ len(row) ............ capacity
+    row b     | entries, oldest first | free        |
+
+Each row is left-aligned and has its own length, so rows of a batch may be padded, evict at different
+steps, or hold different numbers of entries. Slots are never zero-filled again: whoever reads beyond a
+row's length must mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvkeep.core.decision import KeepDecision
+from kvkeep.core.errors import CacheIntegrityError
+
+
+class DenseStore:
+    """Keys, values and positions of one layer.
+
+    Parameters
+    ----------
+    like_keys, like_values
+        Any keys ``[batch, kv_heads, *, head_dim]`` and values of the layer: shape, dtype and device.
+    capacity
+        Slots per row and head to allocate.
+    extras
+        Names of further float32 numbers to keep per entry (accumulated attention, log retention).
+    """
+
+    def __init__(
+        self, like_keys: Tensor, like_values: Tensor, capacity: int, extras: Sequence[str] = ()
+    ) -> None:
+        batch, heads = like_keys.shape[:2]
+        self.keys = like_keys.new_zeros(batch, heads, capacity, like_keys.shape[-1])
+        self.values = like_values.new_zeros(batch, heads, capacity, like_values.shape[-1])
+        # Positions fit 32 bits; half the bytes of torch's default index type.
+        self.positions = torch.zeros(batch, heads, capacity, dtype=torch.int32, device=like_keys.device)
+        self.extras = {name: torch.zeros(batch, heads, capacity, device=like_keys.device) for name in extras}
+        self.lens: list[int] = [0] * batch
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return int(self.keys.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row and head."""
+        return int(self.keys.shape[2])
+
+    @property
+    def longest(self) -> int:
+        """Entries of the fullest row."""
+        return max(self.lens, default=0)
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows hold equally many entries (then no mask is needed to read them)."""
+        return len(set(self.lens)) <= 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def metadata_nbytes(self) -> int:
+        """Bytes allocated beside keys and values."""
+        return self.positions.nbytes + sum(extra.nbytes for extra in self.extras.values())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {"keys": self.keys, "values": self.values, "positions": self.positions}
+        return named | {f"extra.{name}": extra for name, extra in self.extras.items()}
+
+    def _replace(self, tensors: dict[str, Tensor]) -> None:
+        self.keys, self.values = tensors["keys"], tensors["values"]
+        self.positions = tensors["positions"]
+        self.extras = {name: tensors[f"extra.{name}"] for name in self.extras}
+
+    def append(
+        self, keys: Tensor, values: Tensor, positions: Tensor, fresh: Sequence[int], slots: Tensor | None
+    ) -> None:
+        """Store new tokens behind each row's entries.
+
+        Parameters
+        ----------
+        keys, values
+            ``[batch, kv_heads, new, dim]``.
+        positions
+            int64 ``[batch, new]``.
+        fresh
+            How many of the last columns are real, per row; the columns before are left padding.
+        slots
+            int64 ``[batch]`` with the rows' lengths on the device, for single tokens on uneven rows;
+            made here when ``None``.
+        """
+        new = keys.shape[2]
+        if self.even and all(count == new for count in fresh):
+            start = self.lens[0]
+            self.keys[:, :, start : start + new].copy_(keys)
+            self.values[:, :, start : start + new].copy_(values)
+            self.positions[:, :, start : start + new].copy_(positions[:, None])
+        elif new == 1 and all(fresh):
+            rows = torch.arange(self.batch, device=keys.device)
+            if slots is None:
+                slots = torch.tensor(self.lens, device=keys.device)
+            self.keys[rows, :, slots] = keys[:, :, 0]
+            self.values[rows, :, slots] = values[:, :, 0]
+            self.positions[rows, :, slots] = positions.to(torch.int32)
+        else:
+            for row, (start, count) in enumerate(zip(self.lens, fresh, strict=True)):
+                target = slice(start, start + count)
+                self.keys[row, :, target].copy_(keys[row, :, new - count :])
+                self.values[row, :, target].copy_(values[row, :, new - count :])
+                self.positions[row, :, target].copy_(positions[row, new - count :])
+        for extra in self.extras.values():
+            if self.even:
+                extra[:, :, self.lens[0] : self.lens[0] + new] = 0.0
+                continue
+            for row, (start, count) in enumerate(zip(self.lens, fresh, strict=True)):
+                extra[row, :, start : start + count] = 0.0
+        self.lens = [start + count for start, count in zip(self.lens, fresh, strict=True)]
+
+    def resize(self, capacity: int) -> None:
+        """Reallocate to ``capacity`` slots; the entries stay."""
+        kept = min(capacity, self.longest)
+        resized = {}
+        for name, tensor in self._tensors().items():
+            fresh = tensor.new_zeros(*tensor.shape[:2], capacity, *tensor.shape[3:])
+            fresh[:, :, :kept].copy_(tensor[:, :, :kept])
+            resized[name] = fresh
+        self._replace(resized)
+
+    def compact(self, rows: Sequence[int], decision: KeepDecision, new_lens: Sequence[int]) -> None:
+        """Move the kept entries of some rows to their first slots, in order.
+
+        Parameters
+        ----------
+        rows
+            Rows that the decision speaks of, in its order.
+        decision
+            Indices into the rows' entries; all heads of a row keep equally many.
+        new_lens
+            The rows' new lengths, known on the host.
+        """
+        width = decision.max_kept
+        everyone = list(rows) == list(range(self.batch)) and len(set(new_lens)) == 1
+        flat = self._flat(rows, decision.indices)
+        for tensor in self._tensors().values():
+            # One contiguous vector per entry: rows of a flat table, copied whole.
+            table = tensor.view(-1, *tensor.shape[3:])
+            moved = table.index_select(0, flat)
+            moved = moved.view(len(rows), tensor.shape[1], width, *tensor.shape[3:])
+            if everyone:
+                tensor[:, :, :width].copy_(moved)
+                continue
+            for source, row in enumerate(rows):
+                kept = new_lens[source]
+                tensor[row, :, :kept].copy_(moved[source, :, :kept])
+        for row, length in zip(rows, new_lens, strict=True):
+            self.lens[row] = length
+
+    def _flat(self, rows: Sequence[int], indices: Tensor) -> Tensor:
+        heads = self.keys.shape[1]
+        row_index = torch.tensor(list(rows), device=indices.device)
+        first = (row_index[:, None] * heads + torch.arange(heads, device=indices.device)) * self.capacity
+        return (first[..., None] + indices).reshape(-1)
+
+    def select_rows(self, index: Sequence[int]) -> None:
+        """Keep the rows ``index``, in that order, repeats allowed (beams, several samples)."""
+        chosen = torch.tensor(list(index), device=self.keys.device)
+        self._replace({name: t.index_select(0, chosen) for name, t in self._tensors().items()})
+        self.lens = [self.lens[row] for row in index]
+
+    def truncate(self, lens: Sequence[int]) -> None:
+        """Forget the newest entries of each row."""
+        self.lens = list(lens)
+
+    def valid(self, entries: int, rows: Sequence[int] | None = None) -> Tensor:
+        """bool ``[rows, kv_heads, entries]``: slots that hold an entry."""
+        lens = self.lens if rows is None else [self.lens[row] for row in rows]
+        device = self.keys.device
+        stored = torch.arange(entries, device=device) < torch.tensor(lens, device=device)[:, None]
+        return stored[:, None].expand(-1, self.keys.shape[1], -1)
+
+    def check_integrity(self) -> None:
+        """Verify that lengths fit and positions ascend in every row and head (reads the device).
+
+        Raises
+        ------
+        CacheIntegrityError
+            If they do not.
+        """
+        for row, length in enumerate(self.lens):
+            if not 0 <= length <= self.capacity:
+                raise CacheIntegrityError(f"row {row} claims {length} entries in {self.capacity} slots.")
+            stored = self.positions[row, :, :length]
+            if bool((stored[:, 1:] <= stored[:, :-1]).any()):
+                raise CacheIntegrityError(f"the positions of row {row} do not ascend.")

@@ -1,0 +1,1 @@
+"""Statistics of a model that some policies need: capture, save, load, validate."""

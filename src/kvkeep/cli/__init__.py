@@ -1,0 +1,1 @@
+"""The kvkeep command: parses, calls, prints."""

@@ -1,0 +1,1 @@
+"""The nouns that rooms exchange: budget, view, decision, traits, policy, errors."""

@@ -1,0 +1,143 @@
+"""The contract of a policy: four steps, score, allocate, select, compact; the first three are here.
+
+A policy is a frozen set of numbers. It looks at a :class:`~kvkeep.core.view.LayerView` and answers
+with a :class:`~kvkeep.core.decision.KeepDecision`; it never touches the model, the cache, a file or
+the network, and it holds no state, so that one object can serve any number of generations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from kvkeep.core.budget import Budget
+from kvkeep.core.decision import KeepCounts, KeepDecision
+from kvkeep.core.errors import BudgetError, ConfigError
+from kvkeep.core.traits import DecodeTrigger, PrefillTrigger, Traits, Trigger
+from kvkeep.core.view import LayerView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """Base of all policies.
+
+    Parameters
+    ----------
+    budget
+        Entries kept per KV head and layer after an eviction: a count or a :class:`Budget`.
+    buffer
+        Newest entries always kept, and the distance between evictions, in tokens.
+    sinks
+        First tokens of the sequence that are always kept.
+    trigger
+        When to evict while decoding (see :class:`~kvkeep.core.traits.Trigger`).
+    prefill
+        When to evict while reading a prompt.
+
+    Raises
+    ------
+    BudgetError
+        If budget and protection cannot be satisfied together.
+    ConfigError
+        If a number is out of range.
+    """
+
+    name: ClassVar[str] = ""
+    bounded: ClassVar[bool] = True
+
+    budget: int | Budget
+    buffer: int = 64
+    sinks: int = 0
+    trigger: DecodeTrigger = "periodic"
+    prefill: PrefillTrigger = "defer"
+
+    def __post_init__(self) -> None:
+        budget = Budget.of_entries(self.budget)
+        object.__setattr__(self, "budget", budget)
+        for field in ("buffer", "sinks"):
+            self._require(isinstance(getattr(self, field), int), f"{field} must be a whole number")
+        self._require(self.buffer >= 1, f"buffer {self.buffer} is below 1 token")
+        self._require(self.sinks >= 0, f"sinks {self.sinks} is negative")
+        self._make_trigger()
+        if budget.entries is not None:
+            self._check_budget(budget.entries)
+
+    def _require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise ConfigError(f"{self.name or type(self).__name__}: {problem}.")
+
+    def _check_budget(self, entries: int) -> None:
+        if self.recent >= entries:
+            raise BudgetError(
+                f"{self.name}: the {self.recent} newest entries are always kept, which leaves nothing "
+                f"of a budget of {entries}: raise the budget or lower the buffer (buffer={entries // 2})."
+            )
+        if self.sinks + self.recent > entries:
+            raise BudgetError(
+                f"{self.name}: {self.sinks} sinks and {self.recent} newest entries are always kept, "
+                f"more than the budget of {entries}: raise the budget, or lower sinks or buffer."
+            )
+
+    def _make_trigger(self) -> Trigger:
+        return Trigger(decode=self.trigger, prefill=self.prefill)
+
+    @property
+    def traits(self) -> Traits:
+        """What this policy, as configured, needs from the engine."""
+        return Traits(trigger=self._make_trigger())
+
+    @property
+    def amount(self) -> Budget:
+        """The budget as an object, whichever way it was given."""
+        return Budget.of_entries(self.budget)
+
+    @property
+    def recent(self) -> int:
+        """Newest entries protected by mask at an eviction (the buffer, unless a method says less)."""
+        return self.buffer
+
+    @property
+    def protects_prompt(self) -> bool:
+        """Whether the whole prompt is protected."""
+        return self.amount.prompt == "kept"
+
+    def with_budget(self, budget: int | Budget) -> Self:
+        """The same policy with another budget."""
+        return dataclasses.replace(self, budget=budget)
+
+    def options(self) -> dict[str, Any]:
+        """Every hyper-parameter by name, JSON-ready: ``type(policy)(**policy.options())`` is equal."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        if fields["budget"].prompt == "counts" and fields["budget"].keep_ratio is None:
+            fields["budget"] = fields["budget"].entries or fields["budget"]
+        return fields
+
+    def check(self, spec: Any) -> list[str]:
+        """Reasons why this policy cannot run on a model; empty if it can.
+
+        Parameters
+        ----------
+        spec
+            :class:`~kvkeep.core.spec.ModelSpec` of the model.
+        """
+        return []
+
+    @abstractmethod
+    def score(self, view: LayerView) -> Tensor:
+        """Usefulness of every entry, float32 ``[batch, kv_heads, entries]``, larger = keep.
+
+        What stands at protected or empty slots is ignored.
+        """
+
+    @abstractmethod
+    def select(self, view: LayerView, scores: Tensor, counts: KeepCounts) -> KeepDecision:
+        """Choose ``counts`` entries per head, the protected ones among them."""
+
+    def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
+        """Score and select, layer by layer. Policies of scope ``"model"`` see all layers here."""
+        return [self.select(view, self.score(view), count) for view, count in zip(views, counts, strict=True)]

@@ -1,0 +1,99 @@
+"""What a policy declares about itself, so that the engine records just that and nothing more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvkeep.core.errors import ConfigError
+
+Scope = Literal["layer", "model"]
+DecodeTrigger = Literal["periodic", "slack", "clock", "never"]
+PrefillTrigger = Literal["defer", "after", "chunk"]
+
+_DECODE: tuple[str, ...] = ("periodic", "slack", "clock", "never")
+_PREFILL: tuple[str, ...] = ("defer", "after", "chunk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trigger:
+    """The rule that says when an eviction happens.
+
+    Parameters
+    ----------
+    decode
+        After a decode step, with ``n`` entries stored, budget ``C`` and buffer ``B``:
+        ``"periodic"`` when ``n > C`` and ``n - C`` is a multiple of ``B`` (VaSE: with ``C`` a multiple of
+        ``B`` this is ``n mod B == 0``); ``"slack"`` when ``n >= C + B`` (TriAttention); ``"clock"`` when
+        ``n >= C`` and the number of tokens seen is a multiple of ``B`` (R-KV); ``"never"``.
+    prefill
+        For tokens that arrive several at a time: ``"defer"`` leaves them to the decode trigger;
+        ``"after"`` evicts once, when the whole prompt has been read and before the first new token
+        is stored; ``"chunk"`` evicts after every chunk, so memory stays bounded while a long
+        prompt is read.
+    """
+
+    decode: DecodeTrigger = "periodic"
+    prefill: PrefillTrigger = "defer"
+
+    def __post_init__(self) -> None:
+        if self.decode not in _DECODE:
+            raise ConfigError(f"trigger {self.decode!r} is unknown: use one of {', '.join(_DECODE)}.")
+        if self.prefill not in _PREFILL:
+            raise ConfigError(
+                f"prefill trigger {self.prefill!r} is unknown: use one of {', '.join(_PREFILL)}."
+            )
+
+    def due(self, *, stored: int, seen: int, budget: int, buffer: int) -> bool:
+        """Whether a sequence evicts after this decode step."""
+        if stored <= budget:
+            return False
+        if self.decode == "periodic":
+            return (stored - budget) % buffer == 0
+        if self.decode == "slack":
+            return stored >= budget + buffer
+        return self.decode == "clock" and seen % buffer == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a policy looks at and how it decides.
+
+    Parameters
+    ----------
+    scope
+        ``"layer"``: each layer decides alone, right after its attention. ``"model"``: one decision
+        over all layers, after the last of them.
+    trigger
+        When evictions happen.
+    queries
+        How many of the newest rotated queries the engine must record (0: none, and no ring is kept).
+    attention_sum
+        Accumulated attention per entry is needed (exact, over every query so far).
+    query_moments
+        Mean and covariance of the un-rotated prompt queries are needed.
+    log_retention
+        Learned log beta per entry is needed.
+    calibration
+        Calibration statistics of the model are needed.
+    rope
+        The rotary frequencies of the model are needed.
+    random
+        The policy draws random numbers.
+    exact_budget
+        After an eviction every head holds exactly the count it was given.
+    trained
+        The policy needs trained weights.
+    """
+
+    scope: Scope = "layer"
+    trigger: Trigger = Trigger()
+    queries: int = 0
+    attention_sum: bool = False
+    query_moments: bool = False
+    log_retention: bool = False
+    calibration: bool = False
+    rope: bool = False
+    random: bool = False
+    exact_budget: bool = True
+    trained: bool = False

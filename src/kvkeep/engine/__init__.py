@@ -1,0 +1,1 @@
+"""Introduces model, cache and policy to each other, inside transformers."""

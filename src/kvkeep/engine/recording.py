@@ -1,0 +1,159 @@
+"""What the engine writes down for policies that ask: newest queries, received attention, query moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvkeep.core.view import QueryMoments, Rope
+from kvkeep.scoring.window_attention import window_attention
+
+# Upper bound of the elements of one block of attention probabilities while a prompt is summed.
+_BLOCK_ELEMENTS = 1 << 24
+
+
+class QueryRing:
+    """The newest ``window`` rotated queries of one layer, overwritten in a circle.
+
+    Parameters
+    ----------
+    like
+        Queries ``[batch, heads, *, head_dim]``: shape, dtype and device.
+    window
+        Queries to hold.
+    """
+
+    def __init__(self, like: Tensor, window: int) -> None:
+        batch, heads, _, dim = like.shape
+        self.queries = like.new_zeros(batch, heads, window, dim)
+        self.positions = torch.full((batch, window), -1, device=like.device)
+        self.window, self.head = window, 0
+
+    def push(self, queries: Tensor, positions: Tensor) -> None:
+        """Write new queries ``[batch, heads, new, head_dim]`` and their positions ``[batch, new]``."""
+        new = queries.shape[2]
+        if new >= self.window:
+            self.queries.copy_(queries[:, :, new - self.window :])
+            self.positions.copy_(positions[:, new - self.window :])
+            self.head = 0
+            return
+        tail = min(new, self.window - self.head)
+        end = self.head + tail
+        self.queries[:, :, self.head : end].copy_(queries[:, :, :tail])
+        self.positions[:, self.head : end].copy_(positions[:, :tail])
+        if tail < new:
+            self.queries[:, :, : new - tail].copy_(queries[:, :, tail:])
+            self.positions[:, : new - tail].copy_(positions[:, tail:])
+        self.head = (self.head + new) % self.window
+
+    def ordered(self) -> tuple[Tensor, Tensor]:
+        """Queries and positions, oldest first."""
+        if self.head == 0:
+            return self.queries, self.positions
+        return (
+            torch.cat([self.queries[:, :, self.head :], self.queries[:, :, : self.head]], dim=2),
+            torch.cat([self.positions[:, self.head :], self.positions[:, : self.head]], dim=1),
+        )
+
+    def forget_from(self, lens: Sequence[int]) -> None:
+        """Invalidate queries at or behind each row's length (after a crop)."""
+        limit = torch.tensor(list(lens), device=self.positions.device)[:, None]
+        self.positions.masked_fill_(self.positions >= limit, -1)
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keep the rows ``index``, in that order."""
+        self.queries = self.queries.index_select(0, index)
+        self.positions = self.positions.index_select(0, index)
+
+
+def attention_received(
+    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, valid: Tensor
+) -> Tensor:
+    """Sum of the attention that each entry receives from some queries, mean over the group.
+
+    Exact for queries whose visible entries are all still stored. Long prompts are summed in blocks, so
+    the attention matrix never exists as a whole.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[batch, kv_heads, entries]``.
+    """
+    batch, heads, count, _ = queries.shape
+    block = max(1, _BLOCK_ELEMENTS // (batch * heads * keys.shape[2]))
+    total = torch.zeros(valid.shape, device=keys.device)
+    for start in range(0, count, block):
+        part = slice(start, start + block)
+        total += window_attention(
+            queries[:, :, part],
+            query_positions[:, part],
+            keys,
+            positions,
+            valid,
+            window_reduce="sum",
+            causal=True,
+        )
+    return total
+
+
+class MomentSums:
+    """Running first and second moments of un-rotated queries.
+
+    Parameters
+    ----------
+    like
+        Queries ``[batch, heads, *, head_dim]``.
+    rope
+        To turn queries back.
+    skip
+        First positions that are left out (attention sinks distort them).
+    """
+
+    def __init__(self, like: Tensor, rope: Rope, skip: int = 4) -> None:
+        batch, heads, _, dim = like.shape
+        self.rope, self.skip = rope, skip
+        self.count = torch.zeros(batch, device=like.device)
+        self.total = torch.zeros(batch, heads, dim, device=like.device)
+        self.outer = torch.zeros(batch, heads, dim, dim, device=like.device)
+
+    def add(self, queries: Tensor, positions: Tensor) -> None:
+        """Add rotated queries ``[batch, heads, new, head_dim]`` at positions ``[batch, new]``."""
+        plain = unrotate(queries.float(), positions, self.rope)
+        plain = plain.masked_fill((positions < self.skip)[:, None, :, None], 0.0)
+        self.count += (positions >= self.skip).sum(-1)
+        self.total += plain.sum(2)
+        self.outer += plain.transpose(-1, -2) @ plain
+
+    def moments(self) -> QueryMoments:
+        """Mean and population covariance."""
+        count = self.count.clamp(min=1)[:, None, None]
+        mean = self.total / count
+        covariance = self.outer / count[..., None] - mean[..., None] * mean[..., None, :]
+        return QueryMoments(mean, covariance)
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keep the rows ``index``, in that order."""
+        self.count = self.count.index_select(0, index)
+        self.total = self.total.index_select(0, index)
+        self.outer = self.outer.index_select(0, index)
+
+
+def unrotate(vectors: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """Undo the rotary embedding (half-split layout).
+
+    Parameters
+    ----------
+    vectors
+        float32 ``[batch, heads, entries, head_dim]``, rotated.
+    positions
+        int64 ``[batch, entries]``.
+    """
+    half = rope.rotary_dim // 2
+    # float64: an angle of 1e5 radians has no useful fraction left in float32.
+    angles = positions[:, None, :, None].double() * rope.inv_freq.to(vectors.device).double()
+    cos = (angles.cos() / rope.scaling).to(vectors.dtype)
+    sin = (angles.sin() / rope.scaling).to(vectors.dtype)
+    first, second, rest = vectors.split([half, half, vectors.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)

@@ -1,0 +1,92 @@
+"""What was measured while a cache was used: entries stored and bytes held, not what was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvkeep.core.budget import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Measured memory of one cache, so far.
+
+    Parameters
+    ----------
+    policy, requested
+        What was asked for.
+    tokens
+        Tokens seen, per sequence.
+    steps
+        Decode steps counted (forwards of one token).
+    mean_entries, peak_entries
+        Entries per KV head and layer: mean over decode steps, layers, heads and sequences, after the
+        step's eviction; and the most that any head of any layer held at any time.
+    mean_by_layer_head, peak_by_layer_head
+        The same per managed layer and KV head, ``[layers][kv_heads]``.
+    evictions
+        Evictions carried out, summed over sequences (a round over all layers counts once).
+    kv_bytes, peak_kv_bytes
+        Bytes allocated for keys and values now, and at most: managed layers only.
+    metadata_bytes, native_bytes
+        Bytes beside keys and values; bytes of layers that keep their own cache.
+    layers
+        Indices of the managed layers.
+    """
+
+    policy: str
+    requested: str
+    tokens: tuple[int, ...]
+    steps: int
+    mean_entries: float
+    peak_entries: int
+    mean_by_layer_head: list[list[float]]
+    peak_by_layer_head: list[list[int]]
+    evictions: int
+    kv_bytes: int
+    peak_kv_bytes: int
+    metadata_bytes: int
+    native_bytes: int
+    layers: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        evicted = f"{self.evictions} evictions" if self.evictions else "0 evicted"
+        return (
+            f"{self.policy}: asked {self.requested}, measured mean {self.mean_entries:.1f} and peak "
+            f"{self.peak_entries} entries per head, {format_bytes(self.kv_bytes)} (peak "
+            f"{format_bytes(self.peak_kv_bytes)}), {evicted}"
+        )
+
+
+class Counter:
+    """Running sums behind a :class:`Trace`; host numbers only.
+
+    Parameters
+    ----------
+    layers
+        Managed layers.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.steps = 0
+        self.sums = np.zeros(layers)
+        self.peaks = np.zeros(layers, dtype=np.int64)
+        self.evictions = 0
+        self.peak_bytes = 0
+
+    def after_step(self, lens: np.ndarray, decode: bool) -> None:
+        """Count one forward; ``lens`` is entries per layer and row, ``[layers, batch]``."""
+        if decode:
+            self.steps += 1
+            self.sums += lens.mean(axis=1)
+
+    def held(self, layer: int, entries: int) -> None:
+        """Note how much a layer holds at its fullest moment, before an eviction."""
+        self.peaks[layer] = max(self.peaks[layer], entries)

@@ -1,0 +1,1 @@
+"""Tensor routines that may have a GPU version, each beside its plain torch twin."""

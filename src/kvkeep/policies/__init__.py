@@ -1,0 +1,1 @@
+"""One published method a file; each is found by its name (see kvkeep.core.registry)."""

@@ -1,0 +1,1 @@
+"""Pure functions: what is stored in, one score per entry out, larger = keep."""

@@ -1,0 +1,85 @@
+"""Leverage of keys and values: how much of a matrix one row carries (CurDKV, VaSE-DKV)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvkeep.core.random import RandomStream
+
+Leverage = Literal["kv_product", "kv_average", "key", "value"]
+
+
+def gaussian_projection(random: RandomStream, dim: int, rank: int) -> Tensor:
+    """Draw ``G ~ N(0, 1) / sqrt(rank)`` of shape ``[batch, dim, rank]``, one for each sequence.
+
+    Keys and values share it, and so do all heads; ``||x G||^2`` is then an unbiased estimate of
+    ``||x||^2`` with relative standard deviation ``sqrt(2 / rank)``.
+    """
+    return random.normal((dim, rank)) / math.sqrt(rank)
+
+
+def squared_norms(vectors: Tensor, projection: Tensor | None = None) -> Tensor:
+    """Squared length of each vector, exactly or after a random projection.
+
+    Parameters
+    ----------
+    vectors
+        ``[batch, kv_heads, entries, dim]``.
+    projection
+        ``[batch, dim, rank]`` shared by all heads of a sequence, or ``None`` for the exact length.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[batch, kv_heads, entries]``.
+    """
+    if projection is not None:
+        vectors = torch.matmul(vectors, projection[:, None].to(vectors.dtype))
+    return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32).square()
+
+
+def leverage(
+    key_norms: Tensor,
+    value_norms: Tensor,
+    among: Tensor,
+    *,
+    combine: Leverage = "kv_product",
+    block: int | None = None,
+) -> Tensor:
+    """Combine squared norms of keys and values into scores that sum to one per head.
+
+    Parameters
+    ----------
+    key_norms, value_norms
+        float32 ``[batch, kv_heads, entries]``.
+    among
+        bool, same shape: the entries that share the sum; the others score 0.
+    combine
+        Product, average, or one side alone.
+    block
+        Divide either side by its sum over disjoint blocks of so many entries first, so that every
+        stretch of text gets an equal share (local approximation of CurDKV).
+    """
+    key_norms = key_norms.masked_fill(~among, 0.0)
+    value_norms = value_norms.masked_fill(~among, 0.0)
+    if block is not None:
+        key_norms, value_norms = _share(key_norms, block), _share(value_norms, block)
+    if combine == "kv_product":
+        joint = key_norms * value_norms
+    elif combine == "kv_average":
+        joint = (key_norms + value_norms) / 2
+    else:
+        joint = key_norms if combine == "key" else value_norms
+    return joint / joint.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _share(norms: Tensor, block: int) -> Tensor:
+    entries = norms.shape[-1]
+    blocks = F.pad(norms, (0, -entries % block)).unflatten(-1, (-1, block))
+    shares = blocks / blocks.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return shares.flatten(-2)[..., :entries]

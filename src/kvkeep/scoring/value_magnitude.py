@@ -1,0 +1,36 @@
+"""How large a value is: range, variance or norm over its channels."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Magnitude = Literal["range", "variance", "l2"]
+MAGNITUDES: tuple[str, ...] = ("range", "variance", "l2")
+
+
+def value_magnitude(values: Tensor, kind: Magnitude = "range") -> Tensor:
+    """Size of each value vector.
+
+    Parameters
+    ----------
+    values
+        ``[batch, kv_heads, entries, value_dim]``.
+    kind
+        ``"range"`` (largest minus smallest channel), ``"variance"`` (unbiased) or ``"l2"``.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[batch, kv_heads, entries]``.
+
+    Source: VaSE (arXiv 2606.03928), value magnitude and its ablations.
+    """
+    if kind == "range":
+        low, high = torch.aminmax(values, dim=-1)
+        return high.float() - low.float()
+    if kind == "variance":
+        return values.float().var(dim=-1)
+    return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""Pure functions: scores, counts and protection in, a KeepDecision out."""
