@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.core.budget import Budget
 from kvkeep.core.decision import KeepCounts, KeepDecision
-from kvkeep.core.errors import BudgetError, ConfigError
+from kvkeep.core.errors import BudgetError, ConfigError, ScoreError
 from kvkeep.core.traits import DecodeTrigger, PrefillTrigger, Traits, Trigger
 from kvkeep.core.view import LayerView
 
@@ -48,7 +48,8 @@ class Policy(ABC):
     """
 
     name: ClassVar[str] = ""
-    bounded: ClassVar[bool] = True
+    bounded: ClassVar[bool] = True  # False: keeps everything, memory grows
+    mass: ClassVar[bool] = False  # True: scores are shares, not negative, zero means nothing
 
     budget: int | Budget
     buffer: int = 64
@@ -138,6 +139,44 @@ class Policy(ABC):
     def select(self, view: LayerView, scores: Tensor, counts: KeepCounts) -> KeepDecision:
         """Choose ``counts`` entries per head, the protected ones among them."""
 
+    def score_all(self, views: Sequence[LayerView]) -> list[Tensor]:
+        """Scores of several layers at once.
+
+        Policies of scope ``"model"`` see all layers here and merge them; the others score each alone.
+        """
+        return [self.score(view) for view in views]
+
     def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
-        """Score and select, layer by layer. Policies of scope ``"model"`` see all layers here."""
-        return [self.select(view, self.score(view), count) for view, count in zip(views, counts, strict=True)]
+        """Score, check the scores, select.
+
+        Raises
+        ------
+        ScoreError
+            If a score is NaN or has the wrong shape.
+        """
+        scores = self.score_all(views)
+        for view, score in zip(views, scores, strict=True):
+            check_scores(self.name, view, score)
+        return [
+            self.select(view, score, count) for view, score, count in zip(views, scores, counts, strict=True)
+        ]
+
+
+def check_scores(name: str, view: LayerView, scores: Tensor) -> None:
+    """Refuse scores that cannot be ranked.
+
+    Raises
+    ------
+    ScoreError
+        Naming the policy and the layer, if the shape is wrong or a candidate's score is NaN.
+    """
+    if tuple(scores.shape) != view.shape:
+        raise ScoreError(
+            f"{name} returned scores of shape {tuple(scores.shape)} for layer {view.layer}; expected "
+            f"[batch, kv_heads, entries] = {view.shape}."
+        )
+    if bool((scores.isnan() & view.candidates).any()):
+        raise ScoreError(
+            f"{name} returned NaN for an entry of layer {view.layer}: its keys, values or queries are not "
+            "finite, or the policy divides by zero. Try float32, or another policy."
+        )

@@ -58,5 +58,6 @@ def _is_policy(value: object) -> bool:
         inspect.isclass(value)
         and issubclass(value, Policy)
         and not inspect.isabstract(value)
+        and isinstance(value.name, str)
         and bool(value.name)
     )

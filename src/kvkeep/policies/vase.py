@@ -74,6 +74,7 @@ class VaSEAttnV(Policy):
     """
 
     name: ClassVar[str] = "vase-attnv"
+    mass: ClassVar[bool] = True
 
     sinks: int = 4
     reserve: int | None = None
@@ -201,6 +202,7 @@ class VaSEDKV(RankedPolicy):
     """
 
     name: ClassVar[str] = "vase-dkv"
+    mass: ClassVar[bool] = True
 
     sinks: int = 4
     rank: int = 20
