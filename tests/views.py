@@ -92,7 +92,9 @@ def make_view(
         window = traits.queries
         recorded["queries"] = noise(batch, kv_heads * group, window, head_dim).to(dtype)
         time = torch.tensor(seen)[:, None] - window + torch.arange(window)
-        oldest = [0] * batch if queries_seen is None else [s - q for s, q in zip(seen, queries_seen, strict=True)]
+        oldest = (
+            [0] * batch if queries_seen is None else [s - q for s, q in zip(seen, queries_seen, strict=True)]
+        )
         recorded["query_positions"] = time.masked_fill(time < torch.tensor(oldest)[:, None], -1)
     if traits.attention_sum and "attention_sum" not in recorded:
         total = torch.rand(batch, kv_heads, entries, generator=source)
