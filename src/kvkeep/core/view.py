@@ -90,6 +90,8 @@ class LayerView:
         What the policy declared.
     recorded
         The optional fields, by name.
+    even
+        Every slot of every row holds an entry; known on the host, so code may slice instead of mask.
     """
 
     layer: int
@@ -104,6 +106,7 @@ class LayerView:
     protected: Tensor
     traits: Traits
     recorded: dict[str, Any] = field(default_factory=dict)
+    even: bool = False
 
     @property
     def candidates(self) -> Tensor:
@@ -119,6 +122,15 @@ class LayerView:
     def recent(self, count: int) -> Tensor:
         """bool, shape of ``positions``: among the newest ``count`` tokens of the sequence."""
         return self.valid & (self.positions >= (self.seq_lens - count)[:, None, None])
+
+    def older_slots(self, count: int) -> int:
+        """How many leading slots may hold entries older than the newest ``count`` tokens.
+
+        The buffer is never evicted, so in even rows it fills the last slots; work on older entries
+        can stop before them. Known on the host.
+        """
+        entries = self.shape[2]
+        return max(0, entries - min(count, self.buffer)) if self.even else entries
 
     def _read(self, name: str) -> Any:
         if not getattr(self.traits, _NEEDS[name]):

@@ -271,6 +271,7 @@ class RetentionLayer(CacheLayerMixin):
             ),
             traits=traits,
             recorded=recorded,
+            even=len({store.lens[row] for row in rows}) == 1,
         )
 
     def compact(self, rows: Sequence[int], decision: KeepDecision, new_lens: Sequence[int]) -> None:

@@ -133,6 +133,7 @@ class VaSEAttnV(Policy):
             pool="avg" if self.pool > 1 else "none",
             kernel=self.pool,
             temperature=self.temperature,
+            stop=view.older_slots(self.buffer),
         )
 
     def _magnitudes(self, view: LayerView) -> Tensor:

@@ -30,6 +30,7 @@ def window_attention(
     kernel: int = 5,
     temperature: float = 1.0,
     causal: bool = False,
+    stop: int | None = None,
 ) -> Tensor:
     """Softmax attention of a window of queries over a set of entries, reduced to one number each.
 
@@ -56,12 +57,28 @@ def window_attention(
         Divides the logits, which are always divided by sqrt(head_dim).
     causal
         Hide entries that are newer than the query; needed when ``among`` reaches into the window.
+    stop
+        No entry from this slot on is in ``among`` (known on the host): skip them.
 
     Returns
     -------
     Tensor
         float32 ``[batch, kv_heads, entries]``, not negative.
     """
+    if stop is not None and 0 < stop < keys.shape[2]:
+        reduced = window_attention(
+            queries,
+            query_positions,
+            keys[:, :, :stop],
+            positions[:, :, :stop],
+            among[:, :, :stop],
+            group_reduce=group_reduce,
+            window_reduce=window_reduce,
+            temperature=temperature,
+            causal=causal,
+        )
+        padded = F.pad(reduced, (0, keys.shape[2] - stop))
+        return smooth(padded, pool, kernel).masked_fill(~among, 0.0)
     batch, heads, window, dim = queries.shape
     kv_heads, entries = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
