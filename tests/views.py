@@ -198,7 +198,7 @@ def row_of(view: LayerView, row: int) -> dict[str, Any]:
         elif name in ("attention_sum", "log_retention"):
             alone[name] = value[pick, :, :length]
         elif name == "random":
-            alone[name] = RandomStream(value.key[pick])
+            alone[name] = RandomStream(value.origin[pick], value.evictions[pick])
         else:
             alone[name] = value
     return alone

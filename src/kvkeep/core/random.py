@@ -12,7 +12,7 @@ number generators", OOPSLA 2014), applied once per key component. Integer arithm
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,17 +44,24 @@ def _absorb(state: Tensor, value: Tensor | int) -> Tensor:
     return _mix(state * _GAMMA + value + _GAMMA)
 
 
+# The eviction index of numbers that are drawn once and stay: no eviction has it.
+_ALWAYS = -1
+
+
 @dataclass(frozen=True)
 class RandomStream:
     """The random source of one layer's eviction, for every row of a view.
 
     Parameters
     ----------
-    key
-        Hash state of shape ``[batch]`` (int64): seed, sequence, layer and eviction folded in.
+    origin
+        Hash state of shape ``[batch]`` (int64): seed, sequence and layer folded in.
+    evictions
+        int64 of shape ``[batch]``: evictions that the sequence had before.
     """
 
-    key: Tensor
+    origin: Tensor
+    evictions: Tensor
 
     @classmethod
     def derive(cls, *, seed: int, sequence_ids: Tensor, layer: int, evictions: Tensor) -> RandomStream:
@@ -66,8 +73,15 @@ class RandomStream:
             int64 of shape ``[batch]``: who the sequence is, and how many evictions it had before.
         """
         start = torch.full_like(sequence_ids, _signed(seed % 2**64))
-        state = _absorb(_absorb(_absorb(start, sequence_ids), layer), evictions)
-        return cls(state)
+        return cls(_absorb(_absorb(start, sequence_ids), layer), evictions)
+
+    @property
+    def persistent(self) -> RandomStream:
+        """The stream that ignores the eviction index: what is drawn here is the same at every eviction."""
+        return replace(self, evictions=torch.full_like(self.evictions, _ALWAYS))
+
+    def _key(self, purpose: int) -> Tensor:
+        return _absorb(_absorb(self.origin, self.evictions), purpose)
 
     def uniform(self, positions: Tensor, *, purpose: int = 0) -> Tensor:
         """Draw one number in (0, 1) per entry.
@@ -86,14 +100,14 @@ class RandomStream:
             float32 of the same shape, strictly between 0 and 1.
         """
         heads = torch.arange(positions.shape[1], device=positions.device)
-        per_head = _absorb(_absorb(self.key, purpose)[:, None], heads)
+        per_head = _absorb(self._key(purpose)[:, None], heads)
         return _to_unit(_absorb(per_head[:, :, None], positions))
 
     def normal(self, shape: tuple[int, ...], *, purpose: int = 0) -> Tensor:
         """Draw standard normal numbers of shape ``[batch, *shape]`` (Box-Muller), float32."""
         count = math.prod(shape)
-        index = torch.arange(2 * count, device=self.key.device)
-        unit = _to_unit(_absorb(_absorb(self.key, purpose)[:, None], index))
+        index = torch.arange(2 * count, device=self.origin.device)
+        unit = _to_unit(_absorb(self._key(purpose)[:, None], index))
         radius = torch.sqrt(-2.0 * torch.log(unit[:, :count]))
         return (radius * torch.cos(2.0 * math.pi * unit[:, count:])).reshape(-1, *shape)
 

@@ -12,7 +12,7 @@ from kvkeep.core.policy import Policy
 from kvkeep.core.traits import Traits
 from kvkeep.core.view import LayerView
 from kvkeep.policies.ranked import RankedPolicy
-from kvkeep.scoring.leverage import Leverage, gaussian_projection, leverage, squared_norms
+from kvkeep.scoring.leverage import LEVERAGES, Leverage, gaussian_projection, leverage, squared_norms
 from kvkeep.scoring.value_magnitude import MAGNITUDES, value_magnitude
 from kvkeep.scoring.window_attention import window_attention
 from kvkeep.selection.reserve import reserve
@@ -110,8 +110,9 @@ class VaSEAttnV(Policy):
         return Traits(
             trigger=self._make_trigger(),
             queries=self.buffer if uses_attention else 0,
-            random=(uses_attention and (self.sample or self.magnitude == "random"))
-            or self.select_by == "random",
+            random=self.select_by == "random"
+            or self.magnitude == "random"
+            or (uses_attention and self.sample),
         )
 
     def reserve_slots(self, budget: int) -> int:
@@ -189,8 +190,8 @@ class VaSEDKV(RankedPolicy):
     Deviations
     ----------
     Survivors stay in the order of their positions. The projection is hashed from sequence, layer
-    and eviction index instead of drawn from a global generator. Sinks are kept by mask, where the
-    code sets their score to 1, an upper bound of all others.
+    and eviction index instead of drawn from a global generator, and applied in float32. Sinks are kept
+    by mask, where the code sets their score to 1, an upper bound of all others.
 
     Notes
     -----
@@ -211,8 +212,7 @@ class VaSEDKV(RankedPolicy):
 
     def __post_init__(self) -> None:
         self._require(self.rank >= 1, f"rank {self.rank} is below 1")
-        known = ("kv_product", "kv_average", "key", "value")
-        self._require(self.combine in known, f"combine {self.combine!r} is none of {known}")
+        self._require(self.combine in LEVERAGES, f"combine {self.combine!r} is none of {LEVERAGES}")
         super().__post_init__()
 
     @property
@@ -221,7 +221,8 @@ class VaSEDKV(RankedPolicy):
 
     def score(self, view: LayerView) -> Tensor:
         """Share of each entry in the sum of ``||k G||^2 ||v G||^2`` over all but the newest."""
-        projection = gaussian_projection(view.random, view.keys.shape[-1], self.rank)
+        dim = max(view.keys.shape[-1], view.values.shape[-1])
+        projection = gaussian_projection(view.random, dim, self.rank)
         among = view.valid & ~view.recent(self.buffer)
         return leverage(
             squared_norms(view.keys, projection),

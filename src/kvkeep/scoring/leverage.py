@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.core.random import RandomStream
 
 Leverage = Literal["kv_product", "kv_average", "key", "value"]
+LEVERAGES: tuple[str, ...] = ("kv_product", "kv_average", "key", "value")
 
 
 def gaussian_projection(random: RandomStream, dim: int, rank: int) -> Tensor:
@@ -31,7 +32,8 @@ def squared_norms(vectors: Tensor, projection: Tensor | None = None) -> Tensor:
     vectors
         ``[batch, kv_heads, entries, dim]``.
     projection
-        ``[batch, dim, rank]`` shared by all heads of a sequence, or ``None`` for the exact length.
+        float32 ``[batch, dim, rank]`` shared by all heads of a sequence, or ``None`` for the exact length;
+        rows beyond the vectors' own dim are not used.
 
     Returns
     -------
@@ -39,7 +41,8 @@ def squared_norms(vectors: Tensor, projection: Tensor | None = None) -> Tensor:
         float32 ``[batch, kv_heads, entries]``.
     """
     if projection is not None:
-        vectors = torch.matmul(vectors, projection[:, None].to(vectors.dtype))
+        # float32: a long key in float16 would overflow on the way.
+        vectors = torch.matmul(vectors.float(), projection[:, None, : vectors.shape[-1]])
     return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32).square()
 
 
@@ -49,7 +52,7 @@ def leverage(
     among: Tensor,
     *,
     combine: Leverage = "kv_product",
-    block: int | None = None,
+    block: int = 0,
 ) -> Tensor:
     """Combine squared norms of keys and values into scores that sum to one per head.
 
@@ -63,11 +66,11 @@ def leverage(
         Product, average, or one side alone.
     block
         Divide either side by its sum over disjoint blocks of so many entries first, so that every
-        stretch of text gets an equal share (local approximation of CurDKV).
+        stretch of text gets an equal share (local approximation of CurDKV); 0 is off.
     """
     key_norms = key_norms.masked_fill(~among, 0.0)
     value_norms = value_norms.masked_fill(~among, 0.0)
-    if block is not None:
+    if block:
         key_norms, value_norms = _share(key_norms, block), _share(value_norms, block)
     if combine == "kv_product":
         joint = key_norms * value_norms
