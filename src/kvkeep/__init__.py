@@ -1,24 +1,56 @@
 """Reasoning models in bounded memory: a KV cache that keeps what matters."""
 
-from kvkeep.core.budget import Budget
-from kvkeep.core.registry import available_policies, register_policy
-from kvkeep.engine.attention import prepare, restore
-from kvkeep.engine.retention_cache import RetentionCache
-from kvkeep.engine.trace import Trace
-from kvkeep.policies.compose import Composed, policy
-from kvkeep.policies.cur import CurDKV
-from kvkeep.policies.full import Full
-from kvkeep.policies.h2o import H2O
-from kvkeep.policies.key_norm import KeyNorm
-from kvkeep.policies.keydiff import KeyDiff
-from kvkeep.policies.r_kv import RKV
-from kvkeep.policies.random_eviction import RandomEviction
-from kvkeep.policies.snapkv import SnapKV
-from kvkeep.policies.streaming_llm import StreamingLLM
-from kvkeep.policies.tova import TOVA
-from kvkeep.policies.vase import VaSEAttnV, VaSEDKV
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvkeep.core.budget import Budget
+    from kvkeep.core.registry import available_policies, register_policy
+    from kvkeep.engine.attention import prepare, restore
+    from kvkeep.engine.generation import generate
+    from kvkeep.engine.retention_cache import RetentionCache
+    from kvkeep.engine.trace import Trace
+    from kvkeep.policies.compose import Composed, policy
+    from kvkeep.policies.cur import CurDKV
+    from kvkeep.policies.full import Full
+    from kvkeep.policies.h2o import H2O
+    from kvkeep.policies.key_norm import KeyNorm
+    from kvkeep.policies.keydiff import KeyDiff
+    from kvkeep.policies.r_kv import RKV
+    from kvkeep.policies.random_eviction import RandomEviction
+    from kvkeep.policies.snapkv import SnapKV
+    from kvkeep.policies.streaming_llm import StreamingLLM
+    from kvkeep.policies.tova import TOVA
+    from kvkeep.policies.vase import VaSEAttnV, VaSEDKV
 
 __version__ = "0.1.0.dev0"
+
+# A name is imported when it is first used, so that `import kvkeep` and `kvkeep --help` do not wait
+# for torch. A new public name stands in three places: above, here and below (a test compares them).
+_HOMES = {
+    "Budget": "kvkeep.core.budget",
+    "Composed": "kvkeep.policies.compose",
+    "CurDKV": "kvkeep.policies.cur",
+    "Full": "kvkeep.policies.full",
+    "H2O": "kvkeep.policies.h2o",
+    "KeyDiff": "kvkeep.policies.keydiff",
+    "KeyNorm": "kvkeep.policies.key_norm",
+    "RKV": "kvkeep.policies.r_kv",
+    "RandomEviction": "kvkeep.policies.random_eviction",
+    "RetentionCache": "kvkeep.engine.retention_cache",
+    "SnapKV": "kvkeep.policies.snapkv",
+    "StreamingLLM": "kvkeep.policies.streaming_llm",
+    "TOVA": "kvkeep.policies.tova",
+    "Trace": "kvkeep.engine.trace",
+    "VaSEAttnV": "kvkeep.policies.vase",
+    "VaSEDKV": "kvkeep.policies.vase",
+    "available_policies": "kvkeep.core.registry",
+    "generate": "kvkeep.engine.generation",
+    "policy": "kvkeep.policies.compose",
+    "prepare": "kvkeep.engine.attention",
+    "register_policy": "kvkeep.core.registry",
+    "restore": "kvkeep.engine.attention",
+}
 
 __all__ = [
     "H2O",
@@ -38,8 +70,21 @@ __all__ = [
     "VaSEAttnV",
     "VaSEDKV",
     "available_policies",
+    "generate",
     "policy",
     "prepare",
     "register_policy",
     "restore",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
