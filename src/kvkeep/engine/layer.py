@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.cache.dense import DenseStore
-from kvkeep.core.decision import KeepCounts, KeepDecision
-from kvkeep.core.errors import UnsupportedError
-from kvkeep.core.random import RandomStream
-from kvkeep.core.view import LayerView, protected_mask
+from kvkeep.core.decision import KeepDecision
+from kvkeep.core.errors import CacheError, UnsupportedError
+from kvkeep.core.view import LayerView
 from kvkeep.engine.handle import LayerHandle
 from kvkeep.engine.recording import MomentSums, QueryRing, attention_received
 from kvkeep.engine.step import Step
+from kvkeep.engine.viewing import layer_view
 
 if TYPE_CHECKING:
     from kvkeep.engine.retention_cache import RetentionCache
@@ -29,8 +29,8 @@ class RetentionLayer(CacheLayerMixin):
     ----------
     cache
         The cache it belongs to, which owns everything that layers share.
-    index
-        Layer index in the model.
+    index, place
+        Layer index in the model, and its place among the managed layers.
     """
 
     is_sliding = False
@@ -38,9 +38,9 @@ class RetentionLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, cache: RetentionCache, index: int) -> None:
+    def __init__(self, cache: RetentionCache, index: int, place: int) -> None:
         super().__init__()
-        self.cache, self.index = cache, index
+        self.cache, self.index, self.place = cache, index, place
         self.forget()
 
     def forget(self) -> None:
@@ -51,6 +51,19 @@ class RetentionLayer(CacheLayerMixin):
         self.unsummed = 0
         self.evictions: list[int] = []
         self.is_initialized = False
+
+    @property
+    def stored(self) -> DenseStore:
+        """The entries.
+
+        Raises
+        ------
+        CacheError
+            Before the first token.
+        """
+        if self.store is None:
+            raise CacheError(f"layer {self.index} of this cache holds nothing yet.")
+        return self.store
 
     # -- what transformers asks -----------------------------------------------------------------
 
@@ -64,7 +77,7 @@ class RetentionLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included: the count that transformers derives positions from."""
-        return self.cache.columns
+        return self.cache.rows.columns
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
         """Stored entries and the new columns; offset 0."""
@@ -100,7 +113,7 @@ class RetentionLayer(CacheLayerMixin):
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
         """Store the new tokens, attend to everything stored, record, let the cache evict."""
-        step = self.cache.step_for(self, query, request)
+        step = self.cache.open_step(self, query, request)
         before = self._append(handle, step)
         output = self._attend(handle, before, step, attend, backend, module, query, options)
         self._record(query, step)
@@ -111,7 +124,7 @@ class RetentionLayer(CacheLayerMixin):
         keys, values = handle.keys, handle.values
         if self.store is None:
             longest = max(step.fresh, default=0)
-            capacity = self.cache.capacity_for(longest, batch=keys.shape[0])
+            capacity = self.cache.evictor.capacity_for(longest)
             extras = ("attention_sum",) if self.cache.traits.attention_sum else ()
             self.store = DenseStore(keys, values, capacity, extras)
             self.evictions = [0] * self.store.batch
@@ -120,7 +133,7 @@ class RetentionLayer(CacheLayerMixin):
         before = list(store.lens)
         longest = max(b + f for b, f in zip(before, step.fresh, strict=True))
         if longest > store.capacity:
-            store.resize(self.cache.capacity_for(longest, batch=store.batch))
+            store.resize(self.cache.evictor.capacity_for(longest))
         uneven = step.query_len == 1 and not (store.even and not step.padded)
         slots = step.slots(before, keys.device) if uneven else None
         store.append(keys, values, step.positions(keys.device), step.fresh, slots)
@@ -137,9 +150,7 @@ class RetentionLayer(CacheLayerMixin):
         query: Tensor,
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        store = self.store
-        if store is None:
-            raise AssertionError("attention before append")
+        store = self.stored
         request = step.request
         if not any(before):
             # Nothing stored yet: exactly what a stock cache would compute, mask included.
@@ -169,11 +180,11 @@ class RetentionLayer(CacheLayerMixin):
         return attend(module, query, keys, values, mask, **options)
 
     def _record(self, query: Tensor, step: Step) -> None:
-        traits, store = self.cache.traits, self.store
-        if store is None or not (traits.queries or traits.query_moments or traits.attention_sum):
+        traits = self.cache.traits
+        if not (traits.queries or traits.query_moments or traits.attention_sum):
             return
         positions = step.positions(query.device)
-        if traits.query_moments and self.cache.reading_prompt and self.cache.rope is not None:
+        if traits.query_moments and self.cache.rows.reading_prompt and self.cache.rope is not None:
             if self.sums is None:
                 self.sums = MomentSums(query, self.cache.rope)
             self.sums.add(query, positions)
@@ -199,9 +210,7 @@ class RetentionLayer(CacheLayerMixin):
         self.unsummed = 0
 
     def _add_attention(self, queries: Tensor, positions: Tensor) -> None:
-        store = self.store
-        if store is None:
-            return
+        store = self.stored
         entries = store.longest
         store.extras["attention_sum"][:, :, :entries] += attention_received(
             queries,
@@ -213,76 +222,17 @@ class RetentionLayer(CacheLayerMixin):
 
     # -- eviction -------------------------------------------------------------------------------
 
-    def view(self, rows: Sequence[int], counts: KeepCounts) -> LayerView:
+    def view(self, rows: Sequence[int]) -> LayerView:
         """What the policy sees of the rows that evict now."""
-        cache, store = self.cache, self.store
-        if store is None:
-            raise AssertionError("view before append")
-        policy, traits = cache.policy, cache.traits
-        everyone = list(rows) == list(range(store.batch))
-        entries = max(store.lens[row] for row in rows)
-        device = store.keys.device
-        index = torch.tensor(list(rows), device=device)
-
-        def take(tensor: Tensor) -> Tensor:
-            return tensor if everyone else tensor.index_select(0, index)
-
-        seq_lens = torch.tensor([cache.seq_lens[row] for row in rows], device=device)
-        prompt_lens = torch.tensor([cache.prompt_lens[row] for row in rows], device=device)
-        positions = take(store.positions[:, :, :entries]).long()
-        valid = store.valid(entries, rows)
-        recorded: dict[str, Any] = {}
-        if traits.queries and self.ring is not None:
-            queries, times = self.ring.ordered()
-            recorded |= {"queries": take(queries), "query_positions": take(times)}
-        if traits.attention_sum:
-            recorded["attention_sum"] = take(store.extras["attention_sum"][:, :, :entries])
-        if traits.query_moments and self.sums is not None:
-            moments = self.sums.moments()
-            recorded["query_moments"] = type(moments)(take(moments.mean), take(moments.covariance))
-        if traits.calibration:
-            recorded["calibration"] = cache.calibration[self.index]
-        if traits.rope:
-            recorded["rope"] = cache.rope
-        if traits.random:
-            recorded["random"] = RandomStream.derive(
-                seed=cache.seed,
-                sequence_ids=torch.tensor([cache.sequence_ids[row] for row in rows], device=device),
-                layer=self.index,
-                evictions=torch.tensor([self.evictions[row] for row in rows], device=device),
-            )
-        return LayerView(
-            layer=self.index,
-            keys=take(store.keys[:, :, :entries]),
-            values=take(store.values[:, :, :entries]),
-            positions=positions,
-            valid=valid,
-            seq_lens=seq_lens,
-            prompt_lens=prompt_lens,
-            budget=policy.amount.count,
-            buffer=policy.buffer,
-            protected=protected_mask(
-                positions=positions,
-                valid=valid,
-                seq_lens=seq_lens,
-                sinks=policy.sinks,
-                recent=policy.recent,
-                prompt_lens=prompt_lens if policy.protects_prompt else None,
-            ),
-            traits=traits,
-            recorded=recorded,
-            even=len({store.lens[row] for row in rows}) == 1,
-        )
+        return layer_view(self, rows)
 
     def compact(self, rows: Sequence[int], decision: KeepDecision, new_lens: Sequence[int]) -> None:
         """Carry a decision out and give memory above the budget back."""
-        store = self.store
-        if store is None:
-            raise AssertionError("compaction before append")
+        store = self.stored
         store.compact(rows, decision, new_lens)
         for row in rows:
             self.evictions[row] += 1
-        fitting = self.cache.capacity_for(store.longest, batch=store.batch)
+        fitting = self.cache.evictor.capacity_for(store.longest)
         if store.capacity > fitting:
             store.resize(fitting)
 
@@ -299,10 +249,10 @@ class RetentionLayer(CacheLayerMixin):
                 recorder.select_rows(chosen)
         self.evictions = [self.evictions[row] for row in index]
 
-    def truncate(self, lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-        """Forget the newest entries: keep ``lens`` entries of sequences now ``seq_lens`` long."""
+    def truncate(self, removed: int, seq_lens: Sequence[int]) -> None:
+        """Forget the newest ``removed`` entries; the sequences are now ``seq_lens`` long."""
         if self.store is None:
             return
-        self.store.truncate(lens)
+        self.store.truncate([stored - removed for stored in self.store.lens])
         if self.ring is not None:
             self.ring.forget_from(seq_lens)

@@ -111,6 +111,8 @@ class MomentSums:
         First positions that are left out (attention sinks distort them).
     """
 
+    STATE = ("count", "total", "outer")
+
     def __init__(self, like: Tensor, rope: Rope, skip: int = 4) -> None:
         batch, heads, _, dim = like.shape
         self.rope, self.skip = rope, skip

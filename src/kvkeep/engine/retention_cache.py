@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvkeep.core.decision import KeepCounts
-from kvkeep.core.errors import BudgetError, CacheError, ConfigError, UnsupportedError
+from kvkeep.core.errors import CacheError, ConfigError, UnsupportedError
 from kvkeep.core.policy import Policy
 from kvkeep.core.view import Rope
 from kvkeep.engine.attention import prepare
+from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.layer import RetentionLayer
+from kvkeep.engine.persistence import load_cache, save_cache
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.spec import model_spec, rope_of
 from kvkeep.engine.step import Step, count_fresh
 from kvkeep.engine.trace import Counter, Trace
-
-# Slots are added in steps of this size while a cache without a bound, or a prompt, grows.
-_GROWTH = 256
 
 
 class RetentionCache(Cache):
@@ -89,16 +88,18 @@ class RetentionCache(Cache):
             _ = budget.count  # raises while a ratio or a size is unresolved
             policy = policy.with_budget(budget)
         self.policy, self.traits = policy, policy.traits
-        self.seed, self.context, self.profile = int(seed), context, profile
-        self._requested_ids = None if sequence_ids is None else [int(i) for i in sequence_ids]
+        self.seed = int(seed)
+        self._context, self._profile = context, profile
+        self._ids = None if sequence_ids is None else [int(i) for i in sequence_ids]
         self.calibration: Mapping[int, Any] = {}
         self.rope: Rope | None = None
         self._check_fit(model, calibration)
         prepare(model)
         native = DynamicCache(config=self.spec.config).layers
-        managed = set(self.spec.managed)
+        place = {index: place for place, index in enumerate(self.spec.managed)}
         layers = [
-            RetentionLayer(self, index) if index in managed else layer for index, layer in enumerate(native)
+            RetentionLayer(self, index, place[index]) if index in place else layer
+            for index, layer in enumerate(native)
         ]
         super().__init__(layers=layers)
         self._start()
@@ -124,195 +125,78 @@ class RetentionCache(Cache):
             raise UnsupportedError(f"{self.policy.name} cannot run on {self.spec.model_type!r} here", reasons)
 
     def _start(self) -> None:
-        self.columns = 0
-        self.seq_lens: list[int] = []
-        self.prompt_lens: list[int] = []
-        self.sequence_ids: list[int] = []
-        self.reading_prompt = True
-        self.eviction_seconds = 0.0
+        self.rows, self.counter = Rows(), Counter(len(self.spec.managed))
+        self._bind()
+
+    def _bind(self) -> None:
+        self.evictor = Evictor(
+            self.policy,
+            self.rows,
+            self.counter,
+            max_positions=self.spec.max_positions,
+            context=self._context,
+            profile=self._profile,
+        )
         self._step: Step | None = None
-        self._prompt_waits = False
-        self._evicted_at: list[int] = []
-        self._counter = Counter(len(self.spec.managed))
-        self._order = {index: place for place, index in enumerate(self.spec.managed)}
+
+    def restore_state(self, rows: Rows, counter: Counter) -> None:
+        """Take over the shared state that a file held."""
+        self.rows, self.counter = rows, counter
+        self._bind()
 
     @property
     def managed_layers(self) -> list[RetentionLayer]:
         """The layers that kvkeep manages, in model order."""
         return [self.layers[index] for index in self.spec.managed]
 
+    @property
+    def eviction_seconds(self) -> float:
+        """Time spent on evictions so far (only with ``profile=True``)."""
+        return self.evictor.seconds
+
     # -- the engine's side ----------------------------------------------------------------------
 
-    def capacity_for(self, entries: int, *, batch: int) -> int:
-        """Slots per row to lay out so that ``entries`` fit and decoding needs no more.
-
-        A function of the budget alone once the rows are inside it: budget and buffer (and a kept
-        prompt). Only a prompt above the budget takes more, until its first eviction.
-        """
-        if not self.policy.bounded:
-            wanted = max(entries, self.context or 0)
-            return -(-wanted // _GROWTH) * _GROWTH
-        kept = max(self.prompt_lens, default=0) if self.policy.amount.prompt == "kept" else 0
-        steady = self.policy.amount.count + kept + self.policy.buffer
-        if entries <= steady:
-            limit = self.spec.max_positions
-            # A budget beyond every possible sequence must not be laid out in full.
-            return steady if limit is None else max(entries, min(steady, limit))
-        return entries + self.policy.buffer if self.reading_prompt else entries
-
-    def step_for(self, layer: RetentionLayer, query: Tensor, request: Any) -> Step:
+    def open_step(self, layer: RetentionLayer, query: Tensor, request: Any) -> Step:
         """The current forward; the first managed layer opens it."""
-        if self._order[layer.index] == 0 or self._step is None:
-            self._open_step(query, request)
-        if self._step is None:
-            raise AssertionError("no step")
+        if layer.place > 0 and self._step is not None:
+            return self._step
+        batch, _, query_len, _ = query.shape
+        rows = self.rows
+        rows.admit(batch, self._ids)
+        if query_len == 1:
+            self.evictor.before_token(self.managed_layers)
+        fresh = count_fresh(request, batch, query_len, rows.started)
+        self._step = Step(rows.seq_lens, fresh, query_len, request, query.device)
+        rows.advance(fresh, query_len)
         return self._step
 
-    def _open_step(self, query: Tensor, request: Any) -> None:
-        batch, _, query_len, _ = query.shape
-        if not self.seq_lens:
-            self._first_rows(batch)
-        if batch != len(self.seq_lens):
-            raise CacheError(
-                f"this cache holds {len(self.seq_lens)} sequences and was given {batch}: use one cache per "
-                "batch (cache.reset() empties it)."
-            )
-        if query_len == 1 and self._prompt_waits:
-            self._evict_prompt()
-        started = all(self.seq_lens)
-        if not started or query_len > 1:
-            fresh = count_fresh(request, batch, query_len, started)
-        else:
-            fresh = [1] * batch
-            if isinstance(request, Tensor):
-                count_fresh(request, batch, query_len, started)
-        self._step = Step(self.seq_lens, fresh, query_len, request, query.device)
-        self.seq_lens = [seen + new for seen, new in zip(self.seq_lens, fresh, strict=True)]
-        if started and query_len == 1:
-            self.reading_prompt = False
-        if self.reading_prompt:
-            self.prompt_lens = list(self.seq_lens)
-        if query_len > 1 and self.traits.trigger.prefill == "after":
-            self._prompt_waits = True
-
-    def _first_rows(self, batch: int) -> None:
-        ids = self._requested_ids if self._requested_ids is not None else list(range(batch))
-        if len(ids) != batch:
-            raise ConfigError(f"{len(ids)} sequence_ids were given for a batch of {batch} sequences.")
-        self.sequence_ids = list(ids)
-        self.seq_lens, self.prompt_lens = [0] * batch, [0] * batch
-        self._evicted_at = [0] * batch
-
     def after_attention(self, layer: RetentionLayer, step: Step) -> None:
-        """Called by each managed layer when it has attended: evict if it is time, count."""
-        store = layer.store
-        if store is None:
-            raise AssertionError("attention before append")
-        self._counter.held(self._order[layer.index], store.longest)
-        last = self._order[layer.index] == len(self._order) - 1
+        """Called by each managed layer when it has attended: evict if it is time, and count."""
+        counter, layers = self.counter, self.managed_layers
+        last = layer.place == len(layers) - 1
+        counter.held(layer.place, layer.stored.longest)
         if last:
-            held = sum(each.store.nbytes for each in self.managed_layers if each.store)
-            self._counter.peak_bytes = max(self._counter.peak_bytes, held)
-        if self.policy.bounded:
-            if self.traits.scope == "layer":
-                self._evict([layer], self._due_rows(layer, step))
-            elif last:
-                self._evict(self.managed_layers, self._due_rows(layer, step))
+            held = sum(each.stored.nbytes for each in layers)
+            counter.peak_bytes = max(counter.peak_bytes, held)
+        self.evictor.after_layer(layer, step)
         if last:
-            lens = np.array([each.store.lens for each in self.managed_layers if each.store])
-            self._counter.after_step(lens, decode=step.query_len == 1)
-            self.columns += step.query_len
-
-    def _limit(self, row: int) -> int:
-        kept = self.prompt_lens[row] if self.policy.amount.prompt == "kept" else 0
-        return self.policy.amount.count + kept
-
-    def _due_rows(self, layer: RetentionLayer, step: Step) -> list[int]:
-        trigger, store = self.traits.trigger, layer.store
-        if store is None:
-            return []
-        if step.query_len > 1:
-            if trigger.prefill != "chunk":
-                return []
-            return [row for row, stored in enumerate(store.lens) if stored > self._limit(row)]
-        return [
-            row
-            for row, stored in enumerate(store.lens)
-            if trigger.due(
-                stored=stored,
-                seen=self.seq_lens[row],
-                budget=self._limit(row),
-                buffer=self.policy.buffer,
-            )
-        ]
-
-    def _evict_prompt(self) -> None:
-        """The prompt has been read in full and the first new token is about to arrive."""
-        self._prompt_waits = False
-        layers = self.managed_layers
-        groups = [layers] if self.traits.scope == "model" else [[layer] for layer in layers]
-        for group in groups:
-            store = group[0].store
-            if store is not None:
-                due = [row for row, stored in enumerate(store.lens) if stored > self._limit(row)]
-                self._evict(group, due)
-
-    def _evict(self, layers: list[RetentionLayer], rows: list[int]) -> None:
-        if not rows:
-            return
-        begin = self._clock() if self.profile else 0.0
-        lens = [self._limit(row) for row in rows]
-        self._check_protection(rows)
-        views, counts = [], []
-        for layer in layers:
-            if self.traits.attention_sum:
-                layer.sum_attention()
-            if layer.store is None:
-                raise AssertionError("eviction before append")
-            device = layer.store.keys.device
-            heads = layer.store.keys.shape[1]
-            per_head = torch.tensor(lens, device=device)[:, None].expand(-1, heads)
-            counts.append(KeepCounts(per_head, max(lens)))
-            views.append(layer.view(rows, counts[-1]))
-        decisions = self.policy.decide(views, counts)
-        for layer, decision in zip(layers, decisions, strict=True):
-            layer.compact(rows, decision, lens)
-        for row in rows:
-            self._evicted_at[row] = self.seq_lens[row]
-        if layers[-1] is self.managed_layers[-1]:
-            self._counter.evictions += len(rows)
-        if self.profile:
-            self.eviction_seconds += self._clock() - begin
-
-    def _check_protection(self, rows: list[int]) -> None:
-        if not self.policy.protects_prompt or self.policy.amount.prompt == "kept":
-            return
-        longest = max(self.prompt_lens[row] for row in rows)
-        if longest + self.policy.recent > self._limit(rows[0]):
-            raise BudgetError(
-                f"{self.policy.name}: a prompt of {longest} tokens is protected and counts towards a budget "
-                f"of {self.policy.amount.count} entries, which it does not fit: raise the budget, keep the "
-                "prompt on top of it (prompt='kept'), or let the prompt compete (protect_prompt=False)."
-            )
-
-    def _clock(self) -> float:
-        store = self.managed_layers[0].store
-        if store is not None and store.keys.is_cuda:
-            torch.cuda.synchronize(store.keys.device)
-        return time.perf_counter()
+            self.evictor.after_model(layers, step)
+            lens = np.array([each.stored.lens for each in layers])
+            counter.after_step(lens, decode=step.query_len == 1)
+            self.rows.columns += step.query_len
 
     # -- the user's side ------------------------------------------------------------------------
 
     @property
     def trace(self) -> Trace:
         """What was measured so far."""
-        counter, stores = self._counter, [e.store for e in self.managed_layers if e.store]
+        counter, stores = self.counter, [e.store for e in self.managed_layers if e.store]
         steps = max(counter.steps, 1)
         heads = self.spec.kv_heads
         native = sum(
             tensor.nbytes
             for index, layer in enumerate(self.layers)
-            if index not in self._order
+            if index not in self.spec.managed
             for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
             if isinstance(tensor, Tensor)
         )
@@ -320,7 +204,7 @@ class RetentionCache(Cache):
         return Trace(
             policy=self.policy.name,
             requested=str(self.policy.amount) if self.policy.bounded else "everything",
-            tokens=tuple(self.seq_lens),
+            tokens=tuple(self.rows.seq_lens),
             steps=counter.steps,
             mean_entries=float(means.mean()),
             peak_entries=int(counter.peaks.max(initial=0)),
@@ -342,7 +226,7 @@ class RetentionCache(Cache):
         CacheError
             If the layer is not managed by kvkeep.
         """
-        if layer not in self._order:
+        if layer not in self.spec.managed:
             raise CacheError(
                 f"layer {layer} keeps its own cache; kvkeep manages layers {list(self.spec.managed)}."
             )
@@ -368,7 +252,7 @@ class RetentionCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, padding included; stored entries are in :attr:`trace`."""
-        return self.columns
+        return self.rows.columns
 
     def reset(self) -> None:
         """Empty the cache for a new batch; policy and seed stay."""
@@ -381,20 +265,18 @@ class RetentionCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
-        rows = len(self.seq_lens)
+        rows = len(self.rows.seq_lens)
         self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``, in that order, repeats allowed."""
         index = [int(row) for row in indices.tolist()]
         for place, layer in enumerate(self.layers):
-            if place in self._order:
+            if place in self.spec.managed:
                 layer.select_rows(index)
             elif getattr(layer, "keys", None) is not None:
                 layer.batch_select_indices(indices.to(layer.keys.device))
-        for name in ("seq_lens", "prompt_lens", "sequence_ids", "_evicted_at"):
-            values = getattr(self, name)
-            setattr(self, name, [values[row] for row in index] if values else values)
+        self.rows.select(index)
 
     def crop(self, max_length: int) -> None:
         """Forget the newest tokens: a negative number removes so many, a positive one is the new length.
@@ -404,26 +286,45 @@ class RetentionCache(Cache):
         CacheError
             If it reaches back past an eviction: what was evicted cannot be brought back.
         """
-        removed = -max_length if max_length <= 0 else max(0, self.columns - max_length)
+        removed = -max_length if max_length <= 0 else max(0, self.rows.columns - max_length)
         if removed == 0:
             return
-        lens = [seen - removed for seen in self.seq_lens]
-        if removed > self.columns or any(
-            length < evicted for length, evicted in zip(lens, self._evicted_at, strict=True)
-        ):
-            raise CacheError(
-                f"cannot crop {removed} tokens: the last eviction happened after "
-                f"{max(self._evicted_at, default=0)} tokens, and what it evicted is gone. Crop less, or "
-                "evict less often (a larger budget or buffer)."
-            )
+        self.rows.crop(removed)
         for place, layer in enumerate(self.layers):
-            if place not in self._order:
+            if place in self.spec.managed:
+                layer.truncate(removed, self.rows.seq_lens)
+            else:
                 layer.crop(max_length)
-            elif layer.store is not None:
-                layer.truncate([stored - removed for stored in layer.store.lens], lens)
-        self.seq_lens, self.columns = lens, self.columns - removed
-        if self.reading_prompt:
-            self.prompt_lens = list(lens)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to a safetensors file, whole or not at all.
+
+        Raises
+        ------
+        UnsupportedError
+            If a layer of another kind holds a state that kvkeep cannot write.
+        """
+        save_cache(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: PreTrainedModel, policy: Policy, **options: Any
+    ) -> RetentionCache:
+        """Read a cache that :meth:`save` wrote; generation goes on as if it had never stopped.
+
+        Parameters
+        ----------
+        model, policy, options
+            As for the constructor: the same model and policy that wrote the file.
+
+        Raises
+        ------
+        DataFileError
+            If the file is missing, damaged, or of another model or policy; says what differs.
+        """
+        cache = cls(model, policy, **options)
+        load_cache(cache, path, model.device)
+        return cache
 
     def __repr__(self) -> str:
         return f"RetentionCache({self.policy!r}, layers={len(self.spec.managed)})"

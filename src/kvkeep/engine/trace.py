@@ -78,8 +78,17 @@ class Counter:
         self.steps = 0
         self.sums = np.zeros(layers)
         self.peaks = np.zeros(layers, dtype=np.int64)
-        self.evictions = 0
+        self.by_layer = np.zeros(layers, dtype=np.int64)
         self.peak_bytes = 0
+
+    @property
+    def evictions(self) -> int:
+        """Rounds over all layers, summed over sequences."""
+        return int(self.by_layer.min())
+
+    def evicted(self, layer: int, rows: int) -> None:
+        """Note that a layer evicted in so many rows."""
+        self.by_layer[layer] += rows
 
     def after_step(self, lens: np.ndarray, decode: bool) -> None:
         """Count one forward; ``lens`` is entries per layer and row, ``[layers, batch]``."""
@@ -90,3 +99,23 @@ class Counter:
     def held(self, layer: int, entries: int) -> None:
         """Note how much a layer holds at its fullest moment, before an eviction."""
         self.peaks[layer] = max(self.peaks[layer], entries)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "steps": self.steps,
+            "sums": self.sums.tolist(),
+            "peaks": self.peaks.tolist(),
+            "by_layer": self.by_layer.tolist(),
+            "peak_bytes": self.peak_bytes,
+        }
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Counter:
+        """The counter that :meth:`as_dict` described."""
+        counter = cls(len(saved["sums"]))
+        counter.steps, counter.peak_bytes = saved["steps"], saved["peak_bytes"]
+        counter.sums = np.array(saved["sums"], dtype=np.float64)
+        counter.peaks = np.array(saved["peaks"], dtype=np.int64)
+        counter.by_layer = np.array(saved["by_layer"], dtype=np.int64)
+        return counter

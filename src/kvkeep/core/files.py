@@ -1,0 +1,95 @@
+"""Reading and writing files so that nothing is ever half-written, and damage is explained.
+
+Tensors are stored as safetensors only (never pickle), with a JSON header of our own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvkeep.core.errors import DataFileError
+
+_HEADER = "kvkeep"
+
+
+@contextmanager
+def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary path beside ``target`` that replaces it when the block succeeds.
+
+    Raises
+    ------
+    DataFileError
+        If the folder does not exist.
+    """
+    final = Path(target)
+    if not final.parent.is_dir():
+        raise DataFileError(f"cannot write {final}: the folder {final.parent} does not exist.")
+    handle, name = tempfile.mkstemp(prefix=f".{final.name}.", dir=final.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(final)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_tensors(
+    target: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any]
+) -> None:
+    """Write tensors and a header, whole or not at all.
+
+    Parameters
+    ----------
+    kind
+        What the file is, for example ``"calibration"``; reading checks it.
+    header
+        JSON-ready facts about the tensors.
+    """
+    text = json.dumps({"kind": kind, **header})
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with atomic_path(target) as temporary:
+        save_file(whole, temporary, metadata={_HEADER: text})
+
+
+def read_tensors(source: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what :func:`write_tensors` wrote.
+
+    Returns
+    -------
+    tuple
+        Tensors by name (on the CPU) and the header.
+
+    Raises
+    ------
+    DataFileError
+        If the file is missing, truncated, damaged, or of another kind.
+    """
+    path = Path(source)
+    if not path.is_file():
+        raise DataFileError(f"there is no {kind} file at {path}.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataFileError(
+            f"{path} is damaged or truncated and cannot be read as a {kind} file ({error}): write it anew."
+        ) from error
+    if header.get("kind") != kind:
+        found = header.get("kind", "no kvkeep file")
+        raise DataFileError(f"{path} is {found!r}, not a {kind} file.")
+    return tensors, header

@@ -1,0 +1,151 @@
+"""When to evict, how much to ask of the policy, and carrying its decision out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from kvkeep.core.decision import KeepCounts
+from kvkeep.core.errors import BudgetError
+from kvkeep.core.policy import Policy
+from kvkeep.engine.layer import RetentionLayer
+from kvkeep.engine.rows import Rows
+from kvkeep.engine.step import Step
+from kvkeep.engine.trace import Counter
+
+# Slots are added in steps of this size while a cache without a bound grows.
+_GROWTH = 256
+
+
+class Evictor:
+    """Applies one policy to the layers of one cache.
+
+    Parameters
+    ----------
+    policy
+        Its budget is a count by now.
+    rows, counter
+        State of the cache that owns this.
+    max_positions
+        Longest sequence of the model: more slots are never laid out for a budget.
+    context
+        Longest sequence expected: preallocates a cache without a bound.
+    profile
+        Time evictions in :attr:`seconds`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rows: Rows,
+        counter: Counter,
+        *,
+        max_positions: int | None,
+        context: int | None,
+        profile: bool,
+    ) -> None:
+        self.policy, self.traits = policy, policy.traits
+        self.rows, self.counter = rows, counter
+        self.max_positions, self.context, self.profile = max_positions, context, profile
+        self.seconds = 0.0
+
+    def limit(self, row: int) -> int:
+        """Entries per head that a row keeps at an eviction."""
+        kept = self.rows.prompt_lens[row] if self.policy.amount.prompt == "kept" else 0
+        return self.policy.amount.count + kept
+
+    def capacity_for(self, entries: int) -> int:
+        """Slots per row to lay out so that ``entries`` fit and decoding needs no more.
+
+        A function of the budget alone once the rows are inside it: budget and buffer (and a kept
+        prompt). Only a prompt above the budget takes more, until its first eviction.
+        """
+        if not self.policy.bounded:
+            return -(-max(entries, self.context or 0) // _GROWTH) * _GROWTH
+        kept = max(self.limit(row) for row in range(len(self.rows.seq_lens)))
+        buffer = self.policy.buffer
+        periods = 1 if entries <= kept + buffer else (entries - kept) // buffer + 1
+        capacity = kept + periods * buffer
+        # A budget beyond every possible sequence must not be laid out in full.
+        limit = self.max_positions
+        return capacity if limit is None else max(entries, min(capacity, limit))
+
+    def after_layer(self, layer: RetentionLayer, step: Step) -> None:
+        """A layer of a layer-scope policy has attended."""
+        if self.policy.bounded and self.traits.scope == "layer":
+            self._evict([layer], self._due(layer, step))
+
+    def after_model(self, layers: Sequence[RetentionLayer], step: Step) -> None:
+        """All layers have attended."""
+        if self.policy.bounded and self.traits.scope == "model":
+            self._evict(layers, self._due(layers[0], step))
+        if step.query_len > 1 and self.traits.trigger.prefill == "after":
+            self.rows.prompt_waits = True
+
+    def before_token(self, layers: Sequence[RetentionLayer]) -> None:
+        """A generated token is about to be stored: evict the prompt if that has been put off."""
+        if not self.rows.prompt_waits:
+            return
+        self.rows.prompt_waits = False
+        groups = [layers] if self.traits.scope == "model" else [[layer] for layer in layers]
+        for group in groups if self.policy.bounded else []:
+            self._evict(group, self._above_limit(group[0]))
+
+    def _above_limit(self, layer: RetentionLayer) -> list[int]:
+        return [row for row, stored in enumerate(layer.stored.lens) if stored > self.limit(row)]
+
+    def _due(self, layer: RetentionLayer, step: Step) -> list[int]:
+        trigger = self.traits.trigger
+        if step.query_len > 1:
+            return self._above_limit(layer) if trigger.prefill == "chunk" else []
+        return [
+            row
+            for row, stored in enumerate(layer.stored.lens)
+            if trigger.due(
+                stored=stored,
+                seen=self.rows.seq_lens[row],
+                budget=self.limit(row),
+                buffer=self.policy.buffer,
+            )
+        ]
+
+    def _evict(self, layers: Sequence[RetentionLayer], rows: list[int]) -> None:
+        if not rows:
+            return
+        begin = self._clock(layers[0]) if self.profile else 0.0
+        self._check_protection(rows)
+        lens = [self.limit(row) for row in rows]
+        views, counts = [], []
+        for layer in layers:
+            if self.traits.attention_sum:
+                layer.sum_attention()
+            keys = layer.stored.keys
+            per_head = torch.tensor(lens, device=keys.device)[:, None].expand(-1, keys.shape[1])
+            counts.append(KeepCounts(per_head, max(lens)))
+            views.append(layer.view(rows))
+        decisions = self.policy.decide(views, counts)
+        for layer, decision in zip(layers, decisions, strict=True):
+            layer.compact(rows, decision, lens)
+            self.counter.evicted(layer.place, len(rows))
+        for row in rows:
+            self.rows.evicted_at[row] = self.rows.seq_lens[row]
+        if self.profile:
+            self.seconds += self._clock(layers[0]) - begin
+
+    def _check_protection(self, rows: list[int]) -> None:
+        if not self.policy.protects_prompt or self.policy.amount.prompt == "kept":
+            return
+        longest = max(self.rows.prompt_lens[row] for row in rows)
+        if longest + self.policy.recent > self.policy.amount.count:
+            raise BudgetError(
+                f"{self.policy.name}: a prompt of {longest} tokens is protected and counts towards a budget "
+                f"of {self.policy.amount.count} entries, which it does not fit: raise the budget, keep the "
+                "prompt on top of it (prompt='kept'), or let the prompt compete (protect_prompt=False)."
+            )
+
+    def _clock(self, layer: RetentionLayer) -> float:
+        if layer.stored.keys.is_cuda:
+            torch.cuda.synchronize(layer.stored.keys.device)
+        return time.perf_counter()
