@@ -92,6 +92,8 @@ class LayerView:
         The optional fields, by name.
     even
         Every slot of every row holds an entry; known on the host, so code may slice instead of mask.
+    recent_kept
+        Newest tokens that every eviction of this policy keeps.
     """
 
     layer: int
@@ -107,6 +109,7 @@ class LayerView:
     traits: Traits
     recorded: dict[str, Any] = field(default_factory=dict)
     even: bool = False
+    recent_kept: int = 0
 
     @property
     def candidates(self) -> Tensor:
@@ -126,11 +129,11 @@ class LayerView:
     def older_slots(self, count: int) -> int:
         """How many leading slots may hold entries older than the newest ``count`` tokens.
 
-        The buffer is never evicted, so in even rows it fills the last slots; work on older entries
-        can stop before them. Known on the host.
+        The newest ``recent_kept`` tokens are never evicted, so in even rows they fill the last slots;
+        work on older entries can stop before them. Known on the host.
         """
         entries = self.shape[2]
-        return max(0, entries - min(count, self.buffer)) if self.even else entries
+        return max(0, entries - min(count, self.recent_kept)) if self.even else entries
 
     def _read(self, name: str) -> Any:
         if not getattr(self.traits, _NEEDS[name]):

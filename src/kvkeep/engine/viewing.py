@@ -75,4 +75,5 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
         traits=traits,
         recorded=recorded,
         even=len({store.lens[row] for row in rows}) == 1,
+        recent_kept=policy.recent,
     )

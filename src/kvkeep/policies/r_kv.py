@@ -100,6 +100,7 @@ class RKV(RankedPolicy):
             group_reduce="logit_max" if original else "prob_mean",
             pool="max" if original else "avg",
             kernel=7 if original else 5,
+            stop=view.older_slots(self.recent),
         )
         repeats = redundancy(
             view.keys,

@@ -87,4 +87,5 @@ class SnapKV(RankedPolicy):
             group_reduce=self.group_reduce,
             pool=self.pool_kind if self.pool > 1 else "none",
             kernel=self.pool,
+            stop=view.older_slots(self.recent),
         )
