@@ -202,6 +202,9 @@ def test_renorm_changes_the_scale_of_the_scores() -> None:
     """The option would be ignored."""
     options = {"budget": 24, "normalize": False, "lam": 2.0}
     views = shared_views(SetDiversity(**options))
+    for view in views:
+        view.calibration.mean *= 10
+        view.calibration.magnitude *= 10
     plain, renormed = SetDiversity(**options), SetDiversity(**options, renorm="zscore")
     scores = plain.score_all(views)[0]
     counts = [make_counts(view) for view in views]
