@@ -1,0 +1,1 @@
+"""Measures speed and memory: arms that alternate in one process, on caches filled with synthetic entries."""

@@ -1,0 +1,14 @@
+"""A tiny random model for the benchmarks."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedModel
+
+from kvkeep.benchmarking.models import load_model
+
+
+@pytest.fixture
+def tiny() -> PreTrainedModel:
+    """Two layers, four query heads, two KV heads of eight channels."""
+    return load_model(path=None, shape="tiny")
