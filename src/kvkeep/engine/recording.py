@@ -109,37 +109,47 @@ class MomentSums:
         To turn queries back.
     skip
         First positions that are left out (attention sinks distort them).
+
+    Notes
+    -----
+    Sums run over the distance to each row's first queries: where a model adds a large bias to its
+    queries, squares of the queries themselves would drown the covariance in rounding.
     """
 
-    STATE = ("count", "total", "outer")
+    STATE = ("count", "origin", "total", "outer")
 
     def __init__(self, like: Tensor, rope: Rope, skip: int = 4) -> None:
         batch, heads, _, dim = like.shape
         self.rope, self.skip = rope, skip
         self.count = torch.zeros(batch, device=like.device)
+        self.origin = torch.zeros(batch, heads, dim, device=like.device)
         self.total = torch.zeros(batch, heads, dim, device=like.device)
         self.outer = torch.zeros(batch, heads, dim, dim, device=like.device)
 
     def add(self, queries: Tensor, positions: Tensor) -> None:
         """Add rotated queries ``[batch, heads, new, head_dim]`` at positions ``[batch, new]``."""
-        plain = unrotate(queries.float(), positions, self.rope)
-        plain = plain.masked_fill((positions < self.skip)[:, None, :, None], 0.0)
-        self.count += (positions >= self.skip).sum(-1)
-        self.total += plain.sum(2)
-        self.outer += plain.transpose(-1, -2) @ plain
+        counted = positions >= self.skip
+        outside = ~counted[:, None, :, None]
+        plain = unrotate(queries.float(), positions, self.rope).masked_fill(outside, 0.0)
+        new = counted.sum(-1)
+        first = ((self.count == 0) & (new > 0))[:, None, None]
+        self.origin = torch.where(first, plain.sum(2) / new.clamp(min=1)[:, None, None], self.origin)
+        centred = (plain - self.origin[:, :, None]).masked_fill(outside, 0.0)
+        self.count += new
+        self.total += centred.sum(2)
+        self.outer += centred.transpose(-1, -2) @ centred
 
     def moments(self) -> QueryMoments:
         """Mean and population covariance."""
         count = self.count.clamp(min=1)[:, None, None]
         mean = self.total / count
         covariance = self.outer / count[..., None] - mean[..., None] * mean[..., None, :]
-        return QueryMoments(mean, covariance)
+        return QueryMoments(self.origin + mean, covariance)
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows ``index``, in that order."""
-        self.count = self.count.index_select(0, index)
-        self.total = self.total.index_select(0, index)
-        self.outer = self.outer.index_select(0, index)
+        for name in self.STATE:
+            setattr(self, name, getattr(self, name).index_select(0, index))
 
 
 def unrotate(vectors: Tensor, positions: Tensor, rope: Rope) -> Tensor:
