@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from kvkeep.engine.trace import Trace
     from kvkeep.policies.compose import Composed, policy
     from kvkeep.policies.cur import CurDKV
+    from kvkeep.policies.expected_attention import ExpectedAttention
     from kvkeep.policies.full import Full
     from kvkeep.policies.h2o import H2O
     from kvkeep.policies.key_norm import KeyNorm
     from kvkeep.policies.keydiff import KeyDiff
     from kvkeep.policies.r_kv import RKV
     from kvkeep.policies.random_eviction import RandomEviction
+    from kvkeep.policies.set_diversity import SetDiversity
     from kvkeep.policies.snapkv import SnapKV
     from kvkeep.policies.streaming_llm import StreamingLLM
     from kvkeep.policies.tova import TOVA
+    from kvkeep.policies.triattention import TriAttention
     from kvkeep.policies.vase import VaSEAttnV, VaSEDKV
 
 __version__ = "0.1.0.dev0"
@@ -31,6 +34,7 @@ _HOMES = {
     "Budget": "kvkeep.core.budget",
     "Composed": "kvkeep.policies.compose",
     "CurDKV": "kvkeep.policies.cur",
+    "ExpectedAttention": "kvkeep.policies.expected_attention",
     "Full": "kvkeep.policies.full",
     "H2O": "kvkeep.policies.h2o",
     "KeyDiff": "kvkeep.policies.keydiff",
@@ -38,10 +42,12 @@ _HOMES = {
     "RKV": "kvkeep.policies.r_kv",
     "RandomEviction": "kvkeep.policies.random_eviction",
     "RetentionCache": "kvkeep.engine.retention_cache",
+    "SetDiversity": "kvkeep.policies.set_diversity",
     "SnapKV": "kvkeep.policies.snapkv",
     "StreamingLLM": "kvkeep.policies.streaming_llm",
     "TOVA": "kvkeep.policies.tova",
     "Trace": "kvkeep.engine.trace",
+    "TriAttention": "kvkeep.policies.triattention",
     "VaSEAttnV": "kvkeep.policies.vase",
     "VaSEDKV": "kvkeep.policies.vase",
     "available_policies": "kvkeep.core.registry",
@@ -59,14 +65,17 @@ __all__ = [
     "Budget",
     "Composed",
     "CurDKV",
+    "ExpectedAttention",
     "Full",
     "KeyDiff",
     "KeyNorm",
     "RandomEviction",
     "RetentionCache",
+    "SetDiversity",
     "SnapKV",
     "StreamingLLM",
     "Trace",
+    "TriAttention",
     "VaSEAttnV",
     "VaSEDKV",
     "available_policies",
