@@ -22,7 +22,7 @@ from kvkeep.core.view import LayerView, protected_mask
 def make_view(
     policy: Policy,
     *,
-    lengths: Sequence[int] = (40,),
+    lengths: Sequence[int] | None = None,
     kv_heads: int = 2,
     group: int = 1,
     head_dim: int = 8,
@@ -49,7 +49,8 @@ def make_view(
     policy
         Budget, buffer, protection and traits come from it.
     lengths
-        Entries stored per row; shorter rows end in empty slots.
+        Entries stored per row; shorter rows end in empty slots. Default: one row of 40, or as many as
+        there are ``keys``.
     kv_heads, group
         KV heads, and query heads for each of them.
     evicted
@@ -71,7 +72,8 @@ def make_view(
     traits = policy.traits
     if keys is not None:
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
-        lengths = lengths if len(lengths) == keys.shape[0] else [keys.shape[2]] * keys.shape[0]
+        lengths = [keys.shape[2]] * keys.shape[0] if lengths is None else lengths
+    lengths = (40,) if lengths is None else lengths
     batch, entries = len(lengths), max(lengths)
     seen = list(seq_lens) if seq_lens is not None else [length + evicted for length in lengths]
     valid = torch.arange(entries) < torch.tensor(list(lengths))[:, None]
@@ -127,6 +129,7 @@ def make_view(
         ),
         traits=traits,
         recorded=recorded,
+        even=min(lengths) == entries,
     )
 
 
@@ -202,3 +205,15 @@ def row_of(view: LayerView, row: int) -> dict[str, Any]:
         else:
             alone[name] = value
     return alone
+
+
+# The shapes that every policy is tested on: budget 24, buffer 8 unless a test says otherwise.
+SHAPES: dict[str, dict[str, Any]] = {
+    "one row": {"lengths": (40,)},
+    "grouped queries": {"lengths": (40, 32), "group": 3, "evicted": 9},
+    "uneven rows": {"lengths": (25, 40, 31), "kv_heads": 3, "evicted": 5},
+    "one above the budget": {"lengths": (25,), "group": 3},
+    "bfloat16": {"lengths": (40, 33), "group": 3, "dtype": torch.bfloat16},
+    "float16": {"lengths": (32, 40), "dtype": torch.float16},
+    "wide values": {"lengths": (36,), "head_dim": 6, "value_dim": 10},
+}

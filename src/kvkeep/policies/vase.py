@@ -93,7 +93,7 @@ class VaSEAttnV(Policy):
         )
         self._require(self.pool >= 1 and self.pool % 2 == 1, f"pool {self.pool} is not odd")
         self._require(self.temperature > 0, f"temperature {self.temperature} is not positive")
-        self._require(self.reserve is None or self.reserve >= 0, "reserve is negative")
+        self._require(self.reserve is None or self.reserve >= 0, f"reserve {self.reserve} is negative")
         super().__post_init__()
 
     def _check_budget(self, entries: int) -> None:

@@ -82,8 +82,9 @@ def window_attention(
     batch, heads, window, dim = queries.shape
     kv_heads, entries = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
-    grouped = queries.reshape(batch, kv_heads, group * window, dim) * (1.0 / (math.sqrt(dim) * temperature))
-    logits = torch.matmul(grouped, keys.transpose(-1, -2)).float()
+    # float32 whatever the cache holds: in half precision close logits would tie or change places.
+    grouped = queries.float().reshape(batch, kv_heads, group * window, dim)
+    logits = torch.matmul(grouped * (1.0 / (math.sqrt(dim) * temperature)), keys.float().transpose(-1, -2))
     hidden = ~among[:, :, None, :]
     if causal:
         newer = positions[:, :, None, :] > query_positions[:, None, :, None]
