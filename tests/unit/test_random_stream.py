@@ -147,4 +147,3 @@ def test_extremes_stay_inside() -> None:
     ends = _to_unit(torch.tensor([0, -1]))
     assert ends.tolist() == [2.0**-24, 1 - 2.0**-24]
     assert bool((-torch.log(-torch.log(ends))).isfinite().all())
-
