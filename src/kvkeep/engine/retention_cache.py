@@ -18,6 +18,7 @@ from kvkeep.engine.attention import prepare
 from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.persistence import load_cache, save_cache
+from kvkeep.engine.row_trace import RowCounter, RowTrace
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.spec import model_spec, rope_of
 from kvkeep.engine.step import Step, count_fresh
@@ -50,6 +51,8 @@ class RetentionCache(Cache):
         Statistics for policies that need them (:func:`kvkeep.calibration.load`).
     profile
         Time evictions; read :attr:`eviction_seconds`.
+    trace_rows
+        Measure each sequence by itself; read :attr:`row_traces`.
 
     Raises
     ------
@@ -70,6 +73,7 @@ class RetentionCache(Cache):
         rows: int | None = None,
         calibration: Any = None,
         profile: bool = False,
+        trace_rows: bool = False,
     ) -> None:
         if not isinstance(policy, Policy):
             raise ConfigError(
@@ -89,7 +93,7 @@ class RetentionCache(Cache):
             policy = policy.with_budget(budget)
         self.policy, self.traits = policy, policy.traits
         self.seed = int(seed)
-        self._context, self._profile = context, profile
+        self._context, self._profile, self._trace_rows = context, profile, trace_rows
         self._ids = None if sequence_ids is None else [int(i) for i in sequence_ids]
         self.calibration: Mapping[int, Any] = {}
         self.rope: Rope | None = None
@@ -126,6 +130,7 @@ class RetentionCache(Cache):
 
     def _start(self) -> None:
         self.rows, self.counter = Rows(), Counter(len(self.spec.managed))
+        self._row_counter = RowCounter(len(self.spec.managed)) if self._trace_rows else None
         self._bind()
 
     def _bind(self) -> None:
@@ -175,6 +180,8 @@ class RetentionCache(Cache):
         counter, layers = self.counter, self.managed_layers
         last = layer.place == len(layers) - 1
         counter.held(layer.place, layer.stored.longest)
+        if self._row_counter is not None:
+            self._row_counter.held(layer.place, layer.stored.lens)
         if last:
             held = sum(each.stored.nbytes for each in layers)
             counter.peak_bytes = max(counter.peak_bytes, held)
@@ -183,6 +190,8 @@ class RetentionCache(Cache):
             self.evictor.after_model(layers, step)
             lens = np.array([each.stored.lens for each in layers])
             counter.after_step(lens, decode=step.query_len == 1)
+            if self._row_counter is not None:
+                self._row_counter.after_step(decode=step.query_len == 1)
             self.rows.columns += step.query_len
 
     # -- the user's side ------------------------------------------------------------------------
@@ -217,6 +226,16 @@ class RetentionCache(Cache):
             native_bytes=native,
             layers=self.spec.managed,
         )
+
+    @property
+    def row_traces(self) -> list[RowTrace]:
+        """What was measured so far for each sequence of the batch (only with ``trace_rows=True``)."""
+        if self._row_counter is None:
+            raise CacheError("this cache measures the batch as a whole: build it with trace_rows=True.")
+        if not self.rows.seq_lens:
+            return []
+        rounds = np.min([layer.evictions for layer in self.managed_layers], axis=0)
+        return self._row_counter.traces(self.rows.sequence_ids, rounds)
 
     def kept_positions(self, layer: int) -> list[list[Tensor]]:
         """Positions held now by a layer: one ascending int64 tensor per sequence and KV head.
@@ -277,6 +296,8 @@ class RetentionCache(Cache):
             elif getattr(layer, "keys", None) is not None:
                 layer.batch_select_indices(indices.to(layer.keys.device))
         self.rows.select(index)
+        if self._row_counter is not None:
+            self._row_counter.select(index)
 
     def crop(self, max_length: int) -> None:
         """Forget the newest tokens: a negative number removes so many, a positive one is the new length.

@@ -1,0 +1,93 @@
+"""Entries stored by each sequence of a batch, measured step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTrace:
+    """Measured memory of one sequence.
+
+    Parameters
+    ----------
+    sequence_id
+        The row's name for the random source.
+    steps
+        Decode steps counted.
+    mean_entries, peak_entries
+        Mean and maximum over decode steps of the entries stored, averaged over managed layers and KV
+        heads, *while the step attends*: after its token was appended, before an eviction. Without
+        a decode step, the entries that the prompt left.
+    prefill_entries
+        The same average when the prompt had been read (and evicted, if the policy evicts it at once).
+    evictions
+        Rounds of eviction.
+    """
+
+    sequence_id: int
+    steps: int
+    mean_entries: float
+    peak_entries: float
+    prefill_entries: float
+    evictions: int
+
+
+class RowCounter:
+    """Running sums behind :class:`RowTrace`; host numbers only.
+
+    Parameters
+    ----------
+    layers
+        Managed layers.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._held: list[np.ndarray | None] = [None] * layers
+        self._steps = self._sums = self._peaks = self._first = np.zeros(0)
+
+    def held(self, layer: int, lens: Sequence[int] | np.ndarray) -> None:
+        """Note the entries of each row (or of each row and head) before an eviction."""
+        entries = np.asarray(lens, dtype=np.float64)
+        self._held[layer] = entries if entries.ndim == 1 else entries.mean(axis=1)
+
+    def after_step(self, decode: bool) -> None:
+        """All layers have been noted: count the forward."""
+        now = np.mean([entries for entries in self._held if entries is not None], axis=0)
+        if len(self._steps) != len(now):
+            self._steps, self._sums, self._peaks = (np.zeros(len(now)) for _ in range(3))
+        if not decode:
+            self._first = now
+            return
+        if not self._steps.any():
+            self._first = now - 1
+        self._steps = self._steps + 1
+        self._sums = self._sums + now
+        self._peaks = np.maximum(self._peaks, now)
+
+    def select(self, index: Sequence[int]) -> None:
+        """Keep the rows ``index``, in that order, repeats allowed."""
+        if len(self._steps):
+            chosen = list(index)
+            self._steps, self._sums = self._steps[chosen], self._sums[chosen]
+            self._peaks, self._first = self._peaks[chosen], self._first[chosen]
+
+    def traces(self, sequence_ids: Sequence[int], evictions: Sequence[int]) -> list[RowTrace]:
+        """What was measured so far, one trace a row."""
+        result = []
+        for row, name in enumerate(sequence_ids):
+            steps, first = int(self._steps[row]), float(self._first[row])
+            result.append(
+                RowTrace(
+                    sequence_id=name,
+                    steps=steps,
+                    mean_entries=float(self._sums[row]) / steps if steps else first,
+                    peak_entries=float(self._peaks[row]) if steps else first,
+                    prefill_entries=first,
+                    evictions=int(evictions[row]),
+                )
+            )
+        return result
