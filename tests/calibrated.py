@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.core.policy import Policy
 from kvkeep.core.view import LayerView, Rope
-from tests.views import make_view
+from kvkeep.testing.views import make_view
 
 HEAD_DIM = 8
 

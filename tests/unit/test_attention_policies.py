@@ -11,10 +11,10 @@ import torch
 import kvkeep
 from kvkeep.core.errors import BudgetError, ConfigError
 from kvkeep.scoring.window_attention import window_attention
+from kvkeep.testing.views import SHAPES, decide, kept, make_view
 from tests.reference import h2o, tova
 from tests.reference.heads import heads, keep_by_score
 from tests.reference.window_attention import window_attention as reference_attention
-from tests.views import SHAPES, decide, kept, make_view
 
 GROUP_REDUCE = ("prob_mean", "logit_max", "logit_mean")
 

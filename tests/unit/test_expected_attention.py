@@ -11,9 +11,9 @@ from kvkeep.core.errors import ConfigError
 from kvkeep.core.view import LayerView, QueryMoments, Rope
 from kvkeep.engine.recording import MomentSums
 from kvkeep.policies.expected_attention import ExpectedAttention
+from kvkeep.testing.views import decide, kept, make_view, row_of
 from tests.calibrated import HEAD_DIM, make_rope
 from tests.reference.expected_attention import moments, rotation, shares
-from tests.views import decide, kept, make_view, row_of
 
 
 def rotated(queries: Tensor, positions: Tensor, rope: Rope) -> Tensor:

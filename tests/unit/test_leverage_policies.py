@@ -12,9 +12,9 @@ from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.core.view import LayerView
 from kvkeep.scoring.leverage import LEVERAGES, gaussian_projection, leverage, squared_norms
+from kvkeep.testing.views import SHAPES, decide, kept, make_view
 from tests.reference import cur
 from tests.reference.heads import heads, keep_by_score
-from tests.views import SHAPES, decide, kept, make_view
 
 
 def check(policy: Policy, view: LayerView, block: int, projections: list[Any] | None = None) -> None:

@@ -11,9 +11,9 @@ import kvkeep
 from kvkeep.core.errors import ConfigError
 from kvkeep.scoring import redundancy as module
 from kvkeep.scoring.redundancy import newest_duplicate, redundancy, unit_vectors
+from kvkeep.testing.views import SHAPES, decide, kept, make_view
 from tests.reference import r_kv
 from tests.reference.heads import heads, keep_by_score
-from tests.views import SHAPES, decide, kept, make_view
 
 
 def crowded(shape: dict[str, Any], spread: float) -> torch.Tensor:

@@ -13,9 +13,9 @@ from kvkeep.policies.set_diversity import SetDiversity
 from kvkeep.policies.triattention import TriAttention
 from kvkeep.selection.diverse import diverse, unit_signatures
 from kvkeep.selection.top_k import top_k
+from kvkeep.testing.views import decide, kept, make_counts
 from tests.calibrated import make_layers
 from tests.reference.diverse import greedy, lazy_greedy
-from tests.views import decide, kept, make_counts
 
 
 def pick(scores: Tensor, vectors: Tensor, count: int, **options: object) -> list[int]:

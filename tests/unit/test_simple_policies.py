@@ -11,10 +11,10 @@ import torch
 
 import kvkeep
 from kvkeep.core.policy import Policy
+from kvkeep.testing.views import SHAPES, decide, kept, make_view
 from tests.reference import key_norm, keydiff, streaming_llm
 from tests.reference.heads import Head, heads, keep_by_score
 from tests.reference.random_stream import uniform
-from tests.views import SHAPES, decide, kept, make_view
 
 
 def expect(policy: Policy, shape: dict[str, Any], keep: Callable[[Head], list[int]]) -> None:

@@ -8,8 +8,8 @@ import torch
 from kvkeep.core.decision import KeepCounts
 from kvkeep.selection.reserve import reserve
 from kvkeep.selection.top_k import top_k, top_k_mask
+from kvkeep.testing.views import kept
 from tests.reference.heads import keep_top
-from tests.views import kept
 
 
 @pytest.mark.parametrize("seed", range(20))

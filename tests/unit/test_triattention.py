@@ -13,9 +13,9 @@ from kvkeep.core.errors import BudgetError, ConfigError, ScoreError
 from kvkeep.core.view import LayerView, Rope
 from kvkeep.policies.triattention import TriAttention
 from kvkeep.scoring.trigonometric import pair_channels, trigonometric, unpair_channels
+from kvkeep.testing.views import decide, kept, make_counts, make_view, row_of
 from tests.calibrated import HEAD_DIM, Layer, make_layers, make_rope
 from tests.reference.trigonometric import best, key_score, standardized, union_choice
-from tests.views import decide, kept, make_counts, make_view, row_of
 
 
 def rotate(vectors: Tensor, positions: Tensor, rope: Rope) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 import kvkeep
 from kvkeep.core.errors import ConfigError
 from kvkeep.scoring.value_magnitude import MAGNITUDES, value_magnitude
+from kvkeep.testing.views import SHAPES, decide, kept, make_view
 from tests.reference import vase
 from tests.reference.heads import heads
-from tests.views import SHAPES, decide, kept, make_view
 
 # The official names (methods 2.3) and what they are here.
 MODES: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvkeep
-from tests.views import decide, kept, make_view, row_of
+from kvkeep.testing.views import decide, kept, make_view, row_of
 
 
 def test_views_look_like_the_engines() -> None:

@@ -11,7 +11,7 @@ import torch
 from kvkeep.core.decision import KeepCounts
 from kvkeep.core.random import RandomStream
 from kvkeep.selection.weighted_sample import weighted_sample
-from tests.views import kept
+from kvkeep.testing.views import kept
 
 
 def sample(
