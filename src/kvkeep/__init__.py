@@ -87,7 +87,13 @@ __all__ = [
 ]
 
 
+# Rooms that are called by name, as in kvkeep.calibration.load(path).
+_ROOMS = ("calibration",)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"kvkeep.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
@@ -96,4 +102,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})
