@@ -47,8 +47,9 @@ class UnknownNameError(ConfigError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
-        close = difflib.get_close_matches(name, self.known, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
+        spelt = {known.lower(): known for known in self.known}  # papers write H2O, we write h2o
+        close = difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.5)
+        hint = f"; did you mean {spelt[close[0]]!r}?" if close else "."
         super().__init__(f"unknown {kind} {name!r}{hint} Known: {', '.join(self.known)}.")
 
 

@@ -50,6 +50,7 @@ class Policy(ABC):
     name: ClassVar[str] = ""
     bounded: ClassVar[bool] = True  # False: keeps everything, memory grows
     mass: ClassVar[bool] = False  # True: scores are shares, not negative, zero means nothing
+    recent_option: ClassVar[str] = "buffer"  # the option that sets how many newest entries are kept
 
     budget: int | Budget
     buffer: int = 64
@@ -73,15 +74,17 @@ class Policy(ABC):
             raise ConfigError(f"{self.name or type(self).__name__}: {problem}.")
 
     def _check_budget(self, entries: int) -> None:
+        option = self.recent_option
         if self.recent >= entries:
+            lower = f", or lower {option} ({option}={entries // 2})" if entries > 1 else ""
             raise BudgetError(
                 f"{self.name}: the {self.recent} newest entries are always kept, which leaves nothing "
-                f"of a budget of {entries}: raise the budget or lower the buffer (buffer={entries // 2})."
+                f"of a budget of {entries}: raise the budget above {self.recent}{lower}."
             )
         if self.sinks + self.recent > entries:
             raise BudgetError(
                 f"{self.name}: {self.sinks} sinks and {self.recent} newest entries are always kept, "
-                f"more than the budget of {entries}: raise the budget, or lower sinks or buffer."
+                f"more than the budget of {entries}: raise the budget, or lower sinks or {option}."
             )
 
     def _make_trigger(self) -> Trigger:

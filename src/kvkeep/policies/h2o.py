@@ -53,6 +53,7 @@ class H2O(RankedPolicy):
 
     name: ClassVar[str] = "h2o"
     mass: ClassVar[bool] = True
+    recent_option: ClassVar[str] = "recent_window"
 
     recent_window: int | None = None
     average: bool = False

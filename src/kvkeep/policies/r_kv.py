@@ -62,6 +62,7 @@ class RKV(RankedPolicy):
     """
 
     name: ClassVar[str] = "r-kv"
+    recent_option: ClassVar[str] = "window"
 
     variant: Literal["original", "vase"] = "original"
     window: int | None = None

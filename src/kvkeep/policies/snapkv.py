@@ -53,6 +53,7 @@ class SnapKV(RankedPolicy):
 
     name: ClassVar[str] = "snapkv"
     mass: ClassVar[bool] = True
+    recent_option: ClassVar[str] = "window"
 
     window: int | None = None
     pool: int = 5

@@ -83,6 +83,7 @@ class TriAttention(RankedPolicy):
     """
 
     name: ClassVar[str] = "triattention"
+    recent_option: ClassVar[str] = "recent"
 
     buffer: int = 128
     recent: int = 0

@@ -130,6 +130,7 @@ def make_view(
         traits=traits,
         recorded=recorded,
         even=min(lengths) == entries,
+        recent_kept=policy.recent,
     )
 
 
