@@ -118,9 +118,8 @@ class TestResolve:
     def test_what_was_asked_stays_visible(self) -> None:
         """Reports print both forms."""
         assert str(Budget.from_keep_ratio(0.25, of=8192)) == "2048 entries = ratio 0.25 of 8192 tokens"
-        assert (
-            str(Budget.from_bytes("1MiB").resolve(rows=1, bytes_per_entry=1024)) == "1024 entries = 1.0 MiB"
-        )
+        sized = Budget.from_bytes("1MiB").resolve(rows=1, bytes_per_entry=1024)
+        assert str(sized) == "1024 entries = 1.0 MiB"
         assert str(Budget(entries=512, prompt="kept")) == "512 entries + prompt"
         assert str(Budget.from_keep_ratio(0.5)) == "ratio 0.5"
 

@@ -7,7 +7,7 @@ import torch
 
 from kvkeep.core.decision import KeepCounts, KeepDecision
 from kvkeep.core.errors import CacheIntegrityError
-from tests.views import kept
+from kvkeep.testing.views import kept
 
 
 @pytest.mark.parametrize("seed", range(10))

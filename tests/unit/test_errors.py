@@ -8,7 +8,7 @@ import torch
 import kvkeep
 from kvkeep.core import errors
 from kvkeep.core.policy import check_scores
-from tests.views import make_counts, make_view
+from kvkeep.testing.views import make_counts, make_view
 
 TREE = {
     "ConfigError": ("KvkeepError", ValueError),

@@ -8,7 +8,7 @@ import torch
 import kvkeep
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.view import Rope, protected_mask
-from tests.views import make_view
+from kvkeep.testing.views import make_view
 
 FIELDS = {
     "queries": "queries",
