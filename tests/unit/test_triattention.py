@@ -11,6 +11,7 @@ from torch import Tensor
 from kvkeep.core.budget import Budget
 from kvkeep.core.errors import BudgetError, ConfigError, ScoreError
 from kvkeep.core.view import LayerView, Rope
+from kvkeep.policies.compose import policy
 from kvkeep.policies.triattention import TriAttention
 from kvkeep.scoring.trigonometric import pair_channels, trigonometric, unpair_channels
 from kvkeep.testing.views import decide, kept, make_counts, make_view, row_of
@@ -227,6 +228,18 @@ def test_protection_and_defaults() -> None:
     assert not TriAttention(budget=20, protect_prompt=False).protects_prompt
     assert TriAttention(budget=Budget(entries=20, prompt="kept"), protect_prompt=False).protects_prompt
     assert TriAttention(**policy.options()) == policy
+
+
+@pytest.mark.parametrize("parts", ["sample", "reserve", "sample + reserve(slots=4)"])
+def test_compositions_let_each_layer_decide(parts: str) -> None:
+    """A draw keeps other tokens in each layer: a mean over layers of slot i would mix up tokens."""
+    composed = policy(f"triattention(protect_prompt=false) + {parts}", budget=24)
+    assert composed.traits.scope == "layer"
+    views = make_layers(composed.base)
+    alone = TriAttention(budget=24, protect_prompt=False, mode="per-layer-per-head")
+    for scores, view in zip(composed.score_all(views), views, strict=True):
+        assert torch.equal(scores, alone.score(view))
+    assert policy("triattention + top-k", budget=24).traits.scope == "model"
 
 
 @pytest.mark.parametrize(

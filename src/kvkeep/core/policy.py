@@ -114,6 +114,10 @@ class Policy(ABC):
         """The same policy with another budget."""
         return dataclasses.replace(self, budget=budget)
 
+    def per_layer(self) -> Self:
+        """The same policy with every layer deciding alone; itself if it does so already."""
+        return self
+
     def options(self) -> dict[str, Any]:
         """Every hyper-parameter by name, JSON-ready: ``type(policy)(**policy.options())`` is equal."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}

@@ -45,7 +45,9 @@ class Composed(Policy):
     Parameters
     ----------
     base
-        Gives score, budget, buffer, sinks, triggers and protection.
+        Gives score, budget, buffer, sinks, triggers and protection. Where a draw or a reserve makes
+        every layer keep other tokens, a base that decides for all layers together is taken in the mode
+        in which each layer decides alone (:meth:`~kvkeep.core.policy.Policy.per_layer`).
     choose
         ``"top-k"``, or ``"sample"``: without replacement, in proportion to the score where scores are
         shares (attention, leverage), else to ``exp(z / temperature)`` of the standardised score.
@@ -84,6 +86,8 @@ class Composed(Policy):
     prefill: PrefillTrigger = field(init=False, repr=False, default="defer")
 
     def __post_init__(self) -> None:
+        if self.choose == "sample" or self.magnitude is not None:
+            object.__setattr__(self, "base", self.base.per_layer())
         for name in ("budget", "buffer", "sinks", "trigger", "prefill"):
             object.__setattr__(self, name, getattr(self.base, name))
         object.__setattr__(self, "name", self._label())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -125,6 +125,10 @@ class TriAttention(RankedPolicy):
     def protects_prompt(self) -> bool:
         """Whether the whole prompt is protected."""
         return self.protect_prompt or super().protects_prompt
+
+    def per_layer(self) -> Self:
+        """The same policy in the mode in which every layer decides alone."""
+        return replace(self, mode="per-layer-per-head")
 
     def score(self, view: LayerView) -> Tensor:
         """Score of one layer, query heads merged; ties broken."""
