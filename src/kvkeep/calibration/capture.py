@@ -19,9 +19,9 @@ from kvkeep.core.view import Rope
 from kvkeep.engine.attention import attention_name, prepare, restore
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.layer import RetentionLayer
-from kvkeep.engine.recording import unrotate
 from kvkeep.engine.retention_cache import RetentionCache
-from kvkeep.engine.spec import model_spec, rope_of
+from kvkeep.engine.rotary import rope_of, unrotate
+from kvkeep.engine.spec import model_spec
 from kvkeep.engine.step import Step
 from kvkeep.policies.full import Full
 

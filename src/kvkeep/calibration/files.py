@@ -13,7 +13,8 @@ from kvkeep.calibration.statistics import LayerStatistics, Provenance, Statistic
 from kvkeep.core.errors import DataFileError
 from kvkeep.core.files import read_tensors, write_tensors
 from kvkeep.core.view import Rope
-from kvkeep.engine.spec import model_spec, rope_of
+from kvkeep.engine.rotary import rope_of
+from kvkeep.engine.spec import model_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

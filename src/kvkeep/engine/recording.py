@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.core.view import QueryMoments, Rope
+from kvkeep.engine.rotary import unrotate
 from kvkeep.scoring.window_attention import window_attention
 
 # Upper bound of the elements of one block of attention probabilities while a prompt is summed.
@@ -150,22 +151,3 @@ class MomentSums:
         """Keep the rows ``index``, in that order."""
         for name in self.STATE:
             setattr(self, name, getattr(self, name).index_select(0, index))
-
-
-def unrotate(vectors: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """Undo the rotary embedding (half-split layout).
-
-    Parameters
-    ----------
-    vectors
-        float32 ``[batch, heads, entries, head_dim]``, rotated.
-    positions
-        int64 ``[batch, entries]``.
-    """
-    half = rope.rotary_dim // 2
-    # float64: an angle of 1e5 radians has no useful fraction left in float32.
-    angles = positions[:, None, :, None].double() * rope.inv_freq.to(vectors.device).double()
-    cos = (angles.cos() / rope.scaling).to(vectors.dtype)
-    sin = (angles.sin() / rope.scaling).to(vectors.dtype)
-    first, second, rest = vectors.split([half, half, vectors.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)

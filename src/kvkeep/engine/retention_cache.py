@@ -18,9 +18,10 @@ from kvkeep.engine.attention import prepare
 from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.persistence import load_cache, save_cache
+from kvkeep.engine.rotary import rope_of
 from kvkeep.engine.row_trace import RowCounter, RowTrace
 from kvkeep.engine.rows import Rows
-from kvkeep.engine.spec import model_spec, rope_of
+from kvkeep.engine.spec import model_spec
 from kvkeep.engine.step import Step, count_fresh
 from kvkeep.engine.trace import Counter, Trace
 

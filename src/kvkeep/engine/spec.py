@@ -1,20 +1,14 @@
-"""Reading a model: its layers, its rotary embedding, and every reason why it cannot be served."""
+"""Reading a model: its layers, and every reason why it cannot be served."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.core.spec import LayerSpec, ModelSpec
-from kvkeep.core.view import Rope
-
-# Rotary scalings whose frequencies change while a sequence grows: keys stored before the change
-# and after it disagree, so scores that rely on the frequencies would be wrong.
-_DRIFTING_ROPE = ("dynamic", "longrope")
 
 
 def model_spec(config: Any) -> ModelSpec:
@@ -96,30 +90,3 @@ def _layers(text: Any, reasons: list[str]) -> list[LayerSpec]:
         else:
             reasons.append(f"layer {index} needs a {type(layer).__name__}, which kvkeep cannot replace")
     return layers
-
-
-def rope_of(model: torch.nn.Module, spec: ModelSpec) -> Rope:
-    """Find the rotary embedding that the full-attention layers use.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is none, or its frequencies change with the length of the sequence.
-    """
-    if spec.rope_type in _DRIFTING_ROPE:
-        raise UnsupportedError(
-            f"a policy that reads rotary frequencies cannot run on {spec.model_type!r}",
-            [f"rope type {spec.rope_type!r} changes its frequencies while the sequence grows"],
-        )
-    for name, module in model.named_modules():
-        if not name.endswith("rotary_emb") or "vis" in name:
-            continue
-        for prefix in ("full_attention_", ""):
-            inv_freq = getattr(module, f"{prefix}inv_freq", None)
-            scaling = getattr(module, f"{prefix}attention_scaling", None)
-            if isinstance(inv_freq, torch.Tensor):
-                return Rope(inv_freq.detach().float(), float(1.0 if scaling is None else scaling))
-    raise UnsupportedError(
-        f"a policy that reads rotary frequencies cannot run on {spec.model_type!r}",
-        ["the model has no rotary embedding module named rotary_emb"],
-    )
