@@ -134,14 +134,14 @@ def prepare(model: PreTrainedModel) -> None:
         # NOTE: without a mask function of the same name transformers silently drops causality.
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask_function(current))
         ALL_ATTENTION_FUNCTIONS.register(name, _attention_function(current))
-    _set(model, name)
+    set_attention(model, name)
 
 
 def restore(model: PreTrainedModel) -> None:
     """Undo :func:`prepare`: give a model its stock attention back. Does nothing if it has it."""
     current = attention_name(model)
     if current in _BACKENDS:
-        _set(model, _BACKENDS[current])
+        set_attention(model, _BACKENDS[current])
 
 
 def attention_name(model: PreTrainedModel) -> str:
@@ -149,7 +149,8 @@ def attention_name(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
-def _set(model: PreTrainedModel, name: str) -> None:
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention implementation of a model's text decoder."""
     text = model.config.get_text_config(decoder=True)
     if text is model.config:
         model.set_attn_implementation(name)

@@ -93,6 +93,7 @@ def _gpt_oss() -> PreTrainedModel:
         num_local_experts=4,
         num_experts_per_tok=2,
         attn_implementation="eager",
+        experts_implementation="eager",  # the grouped kernel knows no float64
     )
     return transformers.GptOssForCausalLM(config)
 

@@ -1,0 +1,172 @@
+"""The slow exact twin: a full cache in which exactly the evicted entries are masked.
+
+One run goes through the :class:`~kvkeep.RetentionCache` and writes down which positions each attention
+could see, per layer, row and KV head. A second run, over a plain cache that keeps everything, hides all
+other positions in a naive float64 softmax. If storage, compaction, masks and positions are right, the
+logits agree. Nothing of kvkeep's attention, storage or masks takes part in the second run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvkeep.core.policy import Policy
+from kvkeep.engine.attention import attention_name, restore, set_attention
+from kvkeep.testing.models import left_padded, tokens
+from kvkeep.testing.watching import WatchedCache, feed, pieces
+
+_NAME = "kvkeep_oracle"
+
+# Visibility of the forward in progress: layer -> bool [batch, kv_heads, queries, columns].
+_visible: ContextVar[dict[int, Tensor]] = ContextVar("visible")
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    group = query.shape[1] // key.shape[1]
+    q, k, v = query.double(), *(each.double().repeat_interleave(group, 1) for each in (key, value))
+    logits = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
+    visible = _visible.get().get(module.layer_idx)
+    visible = attention_mask if visible is None else visible.repeat_interleave(group, 1)
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -math.inf)
+    if s_aux is not None:  # a learned sink: one more logit per head, without a value
+        sink = s_aux.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    # A padding column of a sliding layer may see nothing at all.
+    shares = logits.softmax(-1)[..., : k.shape[2]].nan_to_num(0.0)
+    return (shares @ v).transpose(1, 2).contiguous().to(query.dtype), None
+
+
+def _mask(**options: Any) -> Tensor | None:
+    return sdpa_mask(**(options | {"allow_is_causal_skip": False}))  # always a mask, never a promise
+
+
+@contextmanager
+def _oracle_attention(model: PreTrainedModel) -> Iterator[None]:
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _mask)
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    before = attention_name(model)
+    set_attention(model, _NAME)
+    try:
+        yield
+    finally:
+        set_attention(model, before)
+
+
+def _visibility(seen: list[list[Tensor]], mask: Tensor, start: int, end: int) -> Tensor:
+    """bool ``[batch, kv_heads, end - start, end]`` from the positions that one layer held."""
+    visible = torch.zeros(len(seen), len(seen[0]), end - start, end, dtype=torch.bool)
+    for row, heads in enumerate(seen):
+        columns = mask[row, :end].nonzero()[:, 0]  # column of each position
+        for head, positions in enumerate(heads):
+            visible[row, head, :, columns[positions]] = True
+    causal = torch.arange(end) <= torch.arange(start, end)[:, None]
+    padding = (torch.arange(end) == torch.arange(start, end)[:, None]) & (mask[:, None, start:end, None] == 0)
+    return (visible & causal) | padding  # a padding column sees itself; nobody reads its output
+
+
+def replay(
+    model: PreTrainedModel,
+    seen: Sequence[dict[int, list[list[Tensor]]]],
+    ids: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int],
+) -> list[Tensor]:
+    """Run a model over the tokens of an earlier run, seeing only what that run could see.
+
+    Parameters
+    ----------
+    seen
+        What :class:`WatchedCache` wrote down, one element per forward.
+    ids, mask, lengths
+        As for :func:`feed`.
+    """
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    start, logits = 0, []
+    with _oracle_attention(model):
+        for length, layers in zip(lengths, seen, strict=True):
+            end = start + length
+            token = _visible.set(
+                {layer: _visibility(positions, mask, start, end) for layer, positions in layers.items()}
+            )
+            try:
+                logits += feed(model, cache, ids, mask, [length])
+            finally:
+                _visible.reset(token)
+            start = end
+    return logits
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a run was from its oracle: largest difference of logits, and evictions carried out."""
+
+    largest: float
+    evictions: int
+
+
+def oracle_gap(
+    model: PreTrainedModel,
+    policy: Policy,
+    *,
+    prompts: Sequence[int] = (30,),
+    new: int = 24,
+    chunk: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Gap:
+    """Compare a policy's run with the oracle's, on the same random tokens.
+
+    Parameters
+    ----------
+    prompts
+        Tokens of each prompt; shorter ones are padded on the left.
+    new
+        Tokens fed one at a time after the prompt.
+    chunk
+        Columns of the prompt per forward; ``None`` for all at once.
+    options
+        Of the cache.
+
+    Examples
+    --------
+    >>> import kvkeep
+    >>> from kvkeep.testing.models import tiny_model
+    >>> model = tiny_model("llama", dtype=torch.float64)
+    >>> gap = oracle_gap(model, kvkeep.VaSEAttnV(budget=24, buffer=8))
+    >>> gap.largest < 1e-9, gap.evictions
+    (True, 4)
+    """
+    ids, mask = left_padded(tuple(prompts), seed=seed)
+    prompt = ids.shape[1]
+    ids = torch.cat([ids, tokens(len(prompts), new, seed=seed + 1)], dim=1)
+    mask = torch.cat([mask, mask.new_ones(len(prompts), new)], dim=1)
+    lengths = pieces(prompt, chunk) + [1] * new
+    cache = WatchedCache(model, policy, **options)
+    ours = feed(model, cache, ids, mask, lengths)
+    cache.check_integrity()
+    restore(model)
+    theirs = replay(model, cache.seen, ids, mask, lengths)
+    real = mask.bool()
+    gap = (torch.cat(ours, 1) - torch.cat(theirs, 1))[real].abs().max()
+    return Gap(float(gap), cache.trace.evictions)

@@ -1,0 +1,122 @@
+"""Looking over a cache's shoulder: what attention could see, what policies were shown and decided."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from kvkeep.core.decision import KeepCounts, KeepDecision
+from kvkeep.core.policy import Policy
+from kvkeep.core.view import LayerView
+from kvkeep.engine.generation import cache_argument
+from kvkeep.engine.layer import RetentionLayer
+from kvkeep.engine.retention_cache import RetentionCache
+from kvkeep.engine.step import Step
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """One call of :meth:`Policy.decide`: what went in, copied, and what came out."""
+
+    views: list[LayerView]
+    counts: list[KeepCounts]
+    decisions: list[KeepDecision]
+
+
+def copy_view(view: LayerView) -> LayerView:
+    """A view with tensors of its own: the engine's are overwritten when entries move."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    fields = {field.name: copied(getattr(view, field.name)) for field in dataclasses.fields(view)}
+    fields["recorded"] = {name: copied(value) for name, value in view.recorded.items()}
+    return LayerView(**fields)
+
+
+class _Noting:
+    """Stands in for a policy and notes its decisions."""
+
+    def __init__(self, policy: Policy, notes: list[Eviction]) -> None:
+        self._policy, self._notes = policy, notes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
+        shown = [copy_view(view) for view in views]
+        decisions = self._policy.decide(views, counts)
+        self._notes.append(Eviction(shown, list(counts), decisions))
+        return decisions
+
+
+class WatchedCache(RetentionCache):
+    """A cache that writes down what each attention could see, and every eviction.
+
+    ``seen[forward][layer][row][head]`` holds positions, those of the forward's own tokens among them.
+    """
+
+    def __init__(self, model: PreTrainedModel, policy: Policy, **options: Any) -> None:
+        self.seen: list[dict[int, list[list[Tensor]]]] = []
+        self.noted: list[Eviction] = []
+        super().__init__(model, policy, **options)
+        self.evictor.policy = cast(Policy, _Noting(self.evictor.policy, self.noted))
+
+    def after_attention(self, layer: RetentionLayer, step: Step) -> None:
+        """Look before anything is evicted."""
+        if layer.place == 0:
+            self.seen.append({})
+        self.seen[-1][layer.index] = self.kept_positions(layer.index)
+        super().after_attention(layer, step)
+
+
+def feed(
+    model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Tensor, lengths: Sequence[int]
+) -> list[Tensor]:
+    """Run a model over given tokens, so many columns at a time, from where the cache stands.
+
+    Parameters
+    ----------
+    ids, mask
+        ``[batch, columns]``, whatever the cache has seen before included.
+    lengths
+        Columns per forward.
+
+    Returns
+    -------
+    list
+        Logits ``[batch, length, vocabulary]``, one tensor per forward.
+    """
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    start = cache.get_seq_length()
+    logits = []
+    for length in lengths:
+        end = start + length
+        with torch.no_grad():
+            output = model(
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                **{cache_argument(model): cache},
+            )
+        logits.append(output.logits)
+        start = end
+    return logits
+
+
+def pieces(columns: int, chunk: int | None = None) -> list[int]:
+    """Cut so many columns into chunks; ``None`` takes all at once.
+
+    Examples
+    --------
+    >>> pieces(10, 4), pieces(10)
+    ([4, 4, 2], [10])
+    """
+    step = chunk or columns
+    return [min(step, columns - start) for start in range(0, columns, step)]
