@@ -74,13 +74,15 @@ class Ledger:
                 self.paid[layer, row, head, position] += share / GROUP
 
     def _compare(self) -> None:
-        rows = {length: row for row, length in enumerate(self.cache.trace.tokens)}
         for view in self.policy.seen:
-            for place, length in enumerate(view.seq_lens.tolist()):
+            # All rows evict at once, or their lengths tell them apart.
+            rows = [self.cache.trace.tokens.index(length) for length in view.seq_lens.tolist()]
+            rows = list(range(ROWS)) if len(rows) == ROWS else rows
+            for place, row in enumerate(rows):
                 for head in range(KV_HEADS):
                     valid = view.valid[place, head]
                     positions = view.positions[place, head][valid].tolist()
-                    expected = [self.paid[view.layer, rows[length], head, p] for p in positions]
+                    expected = [self.paid[view.layer, row, head, p] for p in positions]
                     mine = view.attention_sum[place, head][valid].double()
                     torch.testing.assert_close(mine, torch.tensor(expected).double(), atol=2e-6, rtol=2e-5)
                     self.compared += len(expected)
@@ -105,22 +107,22 @@ def model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.parametrize("padding", [(0, 3, 1), (0, 0, 0)], ids=["padded", "even"])
 @pytest.mark.parametrize("prefill", ["defer", "after", "chunk"])
 @pytest.mark.parametrize(
     "chunks", [(5,), (12,), (30,), (30, 7, 19)], ids=["short", "ring", "long", "several turns"]
 )
-def test_sums_are_exact(model: Any, prefill: Any, chunks: tuple[int, ...]) -> None:
+def test_sums_are_exact(model: Any, prefill: Any, chunks: tuple[int, ...], padding: tuple[int, ...]) -> None:
     """A query counted twice, or lost when the ring turns over, would make wrong heavy hitters."""
     policy = Spy(budget=16, buffer=6, prefill=prefill)
     cache = kvkeep.RetentionCache(model, policy)
     ledger = Ledger(model, cache, policy)
     source = torch.Generator().manual_seed(1)
-    padding = torch.tensor([0, 3, 1])
     mask = torch.ones(ROWS, 0, dtype=torch.long)
     for turn, chunk in enumerate(chunks):
         real = torch.ones(ROWS, chunk, dtype=torch.long)
         if turn == 0:
-            real = (torch.arange(chunk) >= padding[:, None]).long()
+            real = (torch.arange(chunk) >= torch.tensor(padding)[:, None]).long()
         mask = torch.cat([mask, real], dim=1)
         ledger.forward(torch.randint(0, 50, (ROWS, chunk), generator=source), mask)
         for _ in range(9):
@@ -130,4 +132,27 @@ def test_sums_are_exact(model: Any, prefill: Any, chunks: tuple[int, ...]) -> No
         mask = torch.cat([mask, torch.ones(ROWS, 1, dtype=torch.long)], dim=1)
         ledger.forward(torch.randint(0, 50, (ROWS, 1), generator=source), mask)
     assert cache.trace.evictions >= 2 * ROWS
+    assert ledger.compared > 500
+
+
+@pytest.mark.parametrize("removed", [1, 4])
+def test_cropped_tokens_stop_counting(model: Any, removed: int) -> None:
+    """Drafted tokens that are taken back must not go on voting, nor shift the votes of the others."""
+    policy = Spy(budget=24, buffer=8)
+    cache = kvkeep.RetentionCache(model, policy)
+    ledger = Ledger(model, cache, policy)
+    ids = torch.randint(0, 50, (ROWS, 60), generator=torch.Generator().manual_seed(2))
+    ones = torch.ones(ROWS, 80, dtype=torch.long)
+    ledger.forward(ids[:, :20], ones[:, :20])
+    for step in range(20, 23):
+        ledger.forward(ids[:, step : step + 1], ones[:, : step + 1])
+    before = dict(ledger.paid)
+    for step in range(23, 23 + removed):
+        ledger.forward(ids[:, step : step + 1], ones[:, : step + 1])
+    cache.crop(-removed)
+    ledger.paid.clear()
+    ledger.paid.update(before)
+    for step in range(23, 60):
+        ledger.forward(ids[:, step : step + 1], ones[:, : step + 1])
+    assert cache.trace.evictions >= 3 * ROWS
     assert ledger.compared > 500

@@ -28,12 +28,17 @@ def crowded(shape: dict[str, Any], spread: float) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("variant", ["original", "vase"])
 @pytest.mark.parametrize("spread", [0.4, 1.0, 10.0])
-@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("steps", [(2, 5), (16, 256)], ids=["many steps", "one step"])
 def test_against_the_reference(
-    shape: dict[str, Any], variant: Any, spread: float, block: int, monkeypatch: pytest.MonkeyPatch
+    shape: dict[str, Any],
+    variant: Any,
+    spread: float,
+    steps: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The linear row sums and the backward walk must be the plain double loop, however keys crowd."""
-    monkeypatch.setattr(module, "_BLOCK", block)
+    monkeypatch.setattr(module, "_FIRST_STEP", steps[0])
+    monkeypatch.setattr(module, "_LARGEST_STEP", steps[1])
     policy = kvkeep.RKV(budget=24, buffer=8, variant=variant)
     view = make_view(policy, **shape | {"keys": crowded(shape, spread)})
     window, lam = (8, 0.1) if variant == "original" else (8, 0.5)

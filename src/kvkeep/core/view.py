@@ -126,14 +126,14 @@ class LayerView:
         """bool, shape of ``positions``: among the newest ``count`` tokens of the sequence."""
         return self.valid & (self.positions >= (self.seq_lens - count)[:, None, None])
 
-    def older_slots(self, count: int) -> int:
-        """How many leading slots may hold entries older than the newest ``count`` tokens.
+    def older_slots(self, count: int) -> int | None:
+        """How many leading slots hold just the entries older than the newest ``count`` tokens.
 
-        The newest ``recent_kept`` tokens are never evicted, so in even rows they fill the last slots;
-        work on older entries can stop before them. Known on the host.
+        The newest ``recent_kept`` tokens are never evicted, so in even rows they fill the last slots, and
+        work on older entries needs no mask. ``None`` where that is not known on the host.
         """
         entries = self.shape[2]
-        return max(0, entries - min(count, self.recent_kept)) if self.even else entries
+        return entries - count if self.even and count <= self.recent_kept and count < entries else None
 
     def _read(self, name: str) -> Any:
         if not getattr(self.traits, _NEEDS[name]):

@@ -193,32 +193,43 @@ class RetentionLayer(CacheLayerMixin):
             self.ring = QueryRing(query, window)
         if traits.attention_sum:
             if self.unsummed + step.query_len > window:
-                self.sum_attention()  # the ring is about to lose queries that have not been summed
+                # The ring is about to lose queries that have not been summed.
+                self.sum_attention(pending=step.query_len, in_line=not step.padded)
             if step.query_len > window:
-                self._add_attention(query, positions)
+                self._add_attention(query, positions, in_line=not step.padded)
             else:
                 self.unsummed += step.query_len
         if self.ring is not None:
             self.ring.push(query, positions)
+        if step.padded and traits.attention_sum:
+            self.sum_attention(in_line=False)
 
-    def sum_attention(self) -> None:
-        """Add the attention of the queries recorded since the last sum to their entries."""
+    def sum_attention(self, *, pending: int = 0, in_line: bool = True) -> None:
+        """Add the attention of the queries recorded since the last sum to their entries.
+
+        Parameters
+        ----------
+        pending
+            Tokens that are stored already but whose queries are not recorded yet.
+        in_line
+            Each of these queries has its token stored, one after the other: no padding, nothing cropped.
+        """
         if self.ring is None or not self.unsummed:
             return
         queries, positions = self.ring.ordered()
-        self._add_attention(queries[:, :, -self.unsummed :], positions[:, -self.unsummed :])
-        self.unsummed = 0
+        count, self.unsummed = self.unsummed, 0
+        self._add_attention(queries[:, :, -count:], positions[:, -count:], pending=pending, in_line=in_line)
 
-    def _add_attention(self, queries: Tensor, positions: Tensor) -> None:
+    def _add_attention(self, queries: Tensor, positions: Tensor, *, pending: int = 0, in_line: bool) -> None:
         store = self.stored
-        entries = store.longest
-        store.extras["attention_sum"][:, :, :entries] += attention_received(
-            queries,
-            positions,
-            store.keys[:, :, :entries],
-            store.positions[:, :, :entries].long(),
-            store.valid(entries),
-        )
+        in_line = in_line and store.even
+        entries = store.longest - pending if in_line else store.longest
+        sums, keys = store.extras["attention_sum"][:, :, :entries], store.keys[:, :, :entries]
+        if in_line:
+            sums += attention_received(queries, positions, keys)
+        else:
+            where = store.positions[:, :, :entries]
+            sums += attention_received(queries, positions, keys, where, store.valid(entries))
 
     # -- eviction -------------------------------------------------------------------------------
 
@@ -256,3 +267,4 @@ class RetentionLayer(CacheLayerMixin):
         self.store.truncate([stored - removed for stored in self.store.lens])
         if self.ring is not None:
             self.ring.forget_from(seq_lens)
+            self.sum_attention(in_line=False)

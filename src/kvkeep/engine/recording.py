@@ -70,12 +70,26 @@ class QueryRing:
 
 
 def attention_received(
-    queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, valid: Tensor
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    positions: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Sum of the attention that each entry receives from some queries, mean over the group.
 
     Exact for queries whose visible entries are all still stored. Long prompts are summed in blocks, so
     the attention matrix never exists as a whole.
+
+    Parameters
+    ----------
+    queries, query_positions
+        ``[batch, heads, count, head_dim]`` and int64 ``[batch, count]``.
+    keys
+        ``[batch, kv_heads, entries, head_dim]``.
+    positions, valid
+        ``[batch, kv_heads, entries]``; leave both out if every slot holds an entry and the last ``count``
+        are the queries' own tokens, in order: then nothing newer than a query is even read.
 
     Returns
     -------
@@ -83,14 +97,16 @@ def attention_received(
         float32 ``[batch, kv_heads, entries]``.
     """
     batch, heads, count, _ = queries.shape
-    block = max(1, _BLOCK_ELEMENTS // (batch * heads * keys.shape[2]))
-    total = torch.zeros(valid.shape, device=keys.device)
+    entries = keys.shape[2]
+    block = max(1, _BLOCK_ELEMENTS // (batch * heads * entries))
+    total = torch.zeros(keys.shape[:3], device=keys.device)
     for start in range(0, count, block):
-        part = slice(start, start + block)
-        total += window_attention(
+        part = slice(start, min(start + block, count))
+        seen = entries if positions is not None else entries - count + part.stop
+        total[:, :, :seen] += window_attention(
             queries[:, :, part],
             query_positions[:, part],
-            keys,
+            keys[:, :, :seen],
             positions,
             valid,
             window_reduce="sum",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Columns of the similarity matrix that exist at a time.
-_BLOCK = 64
+# Entries that one step of the search for duplicates looks at: at first, and at most.
+_FIRST_STEP, _LARGEST_STEP = 16, 256
 
 
 def unit_vectors(vectors: Tensor, among: Tensor | None = None) -> Tensor:
@@ -53,8 +53,8 @@ def redundancy(keys: Tensor, among: Tensor, *, threshold: float | None = None) -
 def newest_duplicate(units: Tensor, among: Tensor, threshold: float) -> Tensor:
     """For each entry, the newest other entry whose cosine with it exceeds ``threshold``.
 
-    Walks back from the newest entries a block at a time. A block is compared with everything older than
-    it, which serves both sides of each pair, and the walk ends when every entry has found its duplicate.
+    Walks back from the newest entries, at first in small steps: most keys of a trained model resemble one
+    of the last few, and who has found its duplicate leaves the search.
 
     Parameters
     ----------
@@ -70,23 +70,31 @@ def newest_duplicate(units: Tensor, among: Tensor, threshold: float) -> Tensor:
     Tensor
         int64 ``[batch, kv_heads, entries]``, -1 where there is none.
     """
-    entries = units.shape[2]
-    flat = units.flatten(0, 1)
-    newest = torch.full(flat.shape[:2], -1, device=units.device)
-    searching = among.flatten(0, 1)
-    narrow = torch.int16 if entries < 2**15 else torch.int32  # half the bytes of the usual case
-    place = torch.arange(1, entries + 1, dtype=narrow, device=units.device)
-    for stop in range(entries, 0, -_BLOCK):
-        start = max(0, stop - _BLOCK)
-        near = torch.bmm(flat[:, :stop], flat[:, start:stop].transpose(1, 2)) > threshold
-        near[:, start:].diagonal(dim1=1, dim2=2).fill_(False)
-        # Seen from all entries up to here: the newest of this block.
-        found = (near * place[start:stop]).amax(2).long() - 1
-        newest[:, :stop] = torch.where(newest[:, :stop] < 0, found, newest[:, :stop])
-        # Seen from the block: what is older than it, for those that still have nothing.
-        if start:
-            found = (near[:, :start] * place[:start, None]).amax(1).long() - 1
-            newest[:, start:stop] = torch.where(newest[:, start:stop] < 0, found, newest[:, start:stop])
-        if not bool(((newest < 0) & searching).any()):
+    flat, wanted = units.flatten(0, 1), among.flatten(0, 1)
+    newest = torch.full(wanted.shape, -1, device=units.device)
+    rows = torch.arange(wanted.shape[1], device=units.device).expand(wanted.shape)
+    asking, stop, width = flat, wanted.shape[1], _FIRST_STEP
+    while stop > 0:
+        start = max(0, stop - width)
+        near = torch.bmm(asking, flat[:, start:stop].transpose(1, 2))
+        _forget_self(near, rows - start)
+        head, row = ((near.amax(-1) > threshold) & (newest.gather(1, rows) < 0)).nonzero(as_tuple=True)
+        place = torch.arange(start, stop, dtype=torch.int32, device=units.device)
+        newest[head, rows[head, row]] = ((near[head, row] > threshold) * place).amax(-1).long()
+        searching = (newest < 0) & wanted
+        left = int(searching.sum(-1).max())
+        if left == 0:
             break
+        if left < 0.75 * rows.shape[1]:
+            first = searching.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+            rows = first.indices[:, :left]
+            asking = flat.gather(1, rows[..., None].expand(-1, -1, flat.shape[2]))
+        stop, width = start, min(2 * width, _LARGEST_STEP)
     return newest.view(among.shape)
+
+
+def _forget_self(near: Tensor, own: Tensor) -> None:
+    """Take each entry out of its own row, if its column ``own`` is among those of ``near``."""
+    column = own.clamp(0, near.shape[-1] - 1)[..., None]
+    value = near.gather(-1, column)
+    near.scatter_(-1, column, torch.where(column == own[..., None], -1.0, value))

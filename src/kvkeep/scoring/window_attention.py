@@ -21,8 +21,8 @@ def window_attention(
     queries: Tensor,
     query_positions: Tensor,
     keys: Tensor,
-    positions: Tensor,
-    among: Tensor,
+    positions: Tensor | None,
+    among: Tensor | None,
     *,
     group_reduce: GroupReduce = "prob_mean",
     window_reduce: WindowReduce = "mean",
@@ -43,9 +43,10 @@ def window_attention(
     keys
         ``[batch, kv_heads, entries, head_dim]``, rotated.
     positions
-        int64 ``[batch, kv_heads, entries]``, used by ``causal``.
+        Integers ``[batch, kv_heads, entries]``, used by ``causal``; ``None`` says that the last ``window``
+        entries are the queries' own tokens, in order.
     among
-        bool, shape of ``positions``: the entries inside the softmax; the others score 0.
+        bool, shape of ``positions``: the entries inside the softmax; the others score 0. ``None`` is all.
     group_reduce
         How the query heads of a KV head are merged: mean of probabilities, or maximum or mean of
         logits before the softmax.
@@ -58,53 +59,59 @@ def window_attention(
     causal
         Hide entries that are newer than the query; needed when ``among`` reaches into the window.
     stop
-        No entry from this slot on is in ``among`` (known on the host): skip them.
+        Shortcut, known on the host: ``among`` is just the entries before this slot.
 
     Returns
     -------
     Tensor
         float32 ``[batch, kv_heads, entries]``, not negative.
     """
-    if stop is not None and 0 < stop < keys.shape[2]:
-        reduced = window_attention(
-            queries,
-            query_positions,
-            keys[:, :, :stop],
-            positions[:, :, :stop],
-            among[:, :, :stop],
-            group_reduce=group_reduce,
-            window_reduce=window_reduce,
-            temperature=temperature,
-            causal=causal,
-        )
-        padded = F.pad(reduced, (0, keys.shape[2] - stop))
-        return smooth(padded, pool, kernel).masked_fill(~among, 0.0)
     batch, heads, window, dim = queries.shape
     kv_heads, entries = keys.shape[1], keys.shape[2]
+    if stop is not None:
+        keys, among = keys[:, :, :stop], None
+        positions = positions[:, :, :stop] if positions is not None else None
     group = heads // kv_heads
     # float32 whatever the cache holds: in half precision close logits would tie or change places.
     grouped = queries.float().reshape(batch, kv_heads, group * window, dim)
     logits = torch.matmul(grouped * (1.0 / (math.sqrt(dim) * temperature)), keys.float().transpose(-1, -2))
-    hidden = ~among[:, :, None, :]
-    if causal:
-        newer = positions[:, :, None, :] > query_positions[:, None, :, None]
-        hidden = hidden | newer
     if group_reduce != "prob_mean":
-        split = logits.view(batch, kv_heads, group, window, entries)
+        split = logits.unflatten(2, (group, window))
         logits, group = (split.amax(2) if group_reduce == "logit_max" else split.mean(2)), 1
-    # Adding a very low number is an order of magnitude faster here than filling by mask, and unlike
-    # -inf it leaves no NaN behind where a query sees nothing.
-    bias = torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, _LOW)
-    by_query = logits.view(batch, kv_heads, group, -1, entries)
-    by_query.add_(bias[:, :, None])
+    _hide(logits.unflatten(2, (group, window)), query_positions, positions, among, causal)
     probs = logits.softmax(-1)
     weights = _query_weights(query_positions, window_reduce, group)
     if window_reduce == "max":
-        split = probs.view(batch, kv_heads, group, window, entries)
-        reduced = (split * weights.view(batch, 1, group, window, 1)).amax(3).mean(2)
+        reduced = (probs * weights[:, None, :, None]).unflatten(2, (group, window)).amax(3).mean(2)
     else:
         reduced = torch.matmul(weights[:, None, None], probs).squeeze(2)
-    return smooth(reduced, pool, kernel).masked_fill(~among, 0.0)
+    reduced = smooth(reduced, pool, kernel)
+    if among is not None:
+        reduced = reduced.masked_fill(~among, 0.0)
+    return reduced if stop is None else F.pad(reduced, (0, entries - stop))
+
+
+def _hide(
+    logits: Tensor, query_positions: Tensor, positions: Tensor | None, among: Tensor | None, causal: bool
+) -> None:
+    """Lower the logits ``[batch, kv_heads, group, window, entries]`` of what a query must not see.
+
+    Adding a very low number is an order of magnitude faster than filling by mask, and unlike -inf it leaves
+    no NaN behind where a query sees nothing.
+    """
+    if causal and positions is None:
+        window = logits.shape[3]
+        own = torch.full((window, window), _LOW, device=logits.device).triu(1)
+        logits[..., -window:].add_(own)
+    elif causal and positions is not None:
+        when = positions.float()
+        if among is not None:
+            when = when.masked_fill(~among, float("inf"))
+        newer = when[:, :, None] - query_positions.float()[:, None, :, None]
+        logits.add_(newer.clamp_(0, 1).mul_(_LOW)[:, :, None])
+    elif among is not None:
+        bias = torch.zeros(among.shape, device=logits.device).masked_fill_(~among, _LOW)
+        logits.add_(bias[:, :, None, None])
 
 
 def _query_weights(query_positions: Tensor, window_reduce: WindowReduce, group: int) -> Tensor:
