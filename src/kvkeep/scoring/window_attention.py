@@ -16,6 +16,10 @@ Pool = Literal["none", "avg", "max"]
 # Hides an entry from a softmax; float32 keeps it finite when logits are added to it.
 _LOW = -1e30
 
+# Probabilities that exist at a time. On a CPU a few megabytes: the allocator hands larger blocks back to
+# the system, and fetching their pages anew each time costs as much as the attention itself.
+_LARGEST_ON_CPU, _LARGEST = 1 << 20, 1 << 25
+
 
 def window_attention(
     queries: Tensor,
@@ -66,11 +70,48 @@ def window_attention(
     Tensor
         float32 ``[batch, kv_heads, entries]``, not negative.
     """
-    batch, heads, window, dim = queries.shape
-    kv_heads, entries = keys.shape[1], keys.shape[2]
+    entries = keys.shape[2]
     if stop is not None:
         keys, among = keys[:, :, :stop], None
         positions = positions[:, :, :stop] if positions is not None else None
+    largest = _LARGEST_ON_CPU if keys.device.type == "cpu" else _LARGEST
+    rows = max(1, largest // (queries.shape[1] * queries.shape[2] * max(1, keys.shape[2])))
+    reduced = torch.cat(
+        [
+            _attend(
+                queries[first : first + rows],
+                query_positions[first : first + rows],
+                keys[first : first + rows],
+                None if positions is None else positions[first : first + rows],
+                None if among is None else among[first : first + rows],
+                group_reduce=group_reduce,
+                window_reduce=window_reduce,
+                temperature=temperature,
+                causal=causal,
+            )
+            for first in range(0, queries.shape[0], rows)
+        ]
+    )
+    reduced = smooth(reduced, pool, kernel)
+    if among is not None:
+        reduced = reduced.masked_fill(~among, 0.0)
+    return reduced if stop is None else F.pad(reduced, (0, entries - stop))
+
+
+def _attend(
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    positions: Tensor | None,
+    among: Tensor | None,
+    *,
+    group_reduce: GroupReduce,
+    window_reduce: WindowReduce,
+    temperature: float,
+    causal: bool,
+) -> Tensor:
+    batch, heads, window, dim = queries.shape
+    kv_heads = keys.shape[1]
     group = heads // kv_heads
     # float32 whatever the cache holds: in half precision close logits would tie or change places.
     grouped = queries.float().reshape(batch, kv_heads, group * window, dim)
@@ -82,13 +123,8 @@ def window_attention(
     probs = logits.softmax(-1)
     weights = _query_weights(query_positions, window_reduce, group)
     if window_reduce == "max":
-        reduced = (probs * weights[:, None, :, None]).unflatten(2, (group, window)).amax(3).mean(2)
-    else:
-        reduced = torch.matmul(weights[:, None, None], probs).squeeze(2)
-    reduced = smooth(reduced, pool, kernel)
-    if among is not None:
-        reduced = reduced.masked_fill(~among, 0.0)
-    return reduced if stop is None else F.pad(reduced, (0, entries - stop))
+        return (probs * weights[:, None, :, None]).unflatten(2, (group, window)).amax(3).mean(2)
+    return torch.matmul(weights[:, None, None], probs).squeeze(2)
 
 
 def _hide(
