@@ -127,7 +127,11 @@ def channel_scales(model: Any, batch: int) -> list[list[torch.Tensor]]:
     prompt = torch.randint(model.config.vocab_size, (batch, 64), generator=generator)
     model(input_ids=prompt, past_key_values=cache)
     return [
-        [moment for t in (layer.keys, layer.values) for moment in (t.mean((0, 2), True), t.std((0, 2), True))]
+        [
+            moment
+            for tensor in (layer.keys, layer.values)
+            for moment in (tensor.mean((0, 2), keepdim=True), tensor.std((0, 2), keepdim=True))
+        ]
         for layer in cache.layers
     ]
 
