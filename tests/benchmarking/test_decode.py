@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +17,20 @@ from kvkeep.benchmarking.models import SHAPES, load_model, step_weight_bytes, st
 from kvkeep.benchmarking.report import ArmReport, DecodeReport
 from kvkeep.benchmarking.timing import Block
 from kvkeep.core.errors import ConfigError, UnknownNameError
+from kvkeep.core.traits import Traits
+from kvkeep.policies.vase import VaSEDKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gated(VaSEDKV):
+    """Asks for what no model here has."""
+
+    name: ClassVar[str] = "gated"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(log_retention=True)
+
 
 LAYERS, KV_HEADS, DIM = 2, 2, 8
 ENTRY = LAYERS * KV_HEADS * 2 * DIM * 4
@@ -131,9 +147,17 @@ def test_markdown_has_one_row_per_arm(report: DecodeReport) -> None:
 def test_policies_that_cannot_run_are_named(tiny: PreTrainedModel) -> None:
     """Leaving a row out in silence would look like a choice."""
     settings = DecodeSettings(batch=1, context=100, prompt=10, stock=())
-    arms, skipped = build_arms(tiny, [kvkeep.policy("triattention", budget=48)], settings)
+    arms, skipped = build_arms(tiny, [Gated(budget=48, buffer=16)], settings)
     assert [each.name for each in arms] == ["full (DynamicCache)"]
-    assert "calibration" in skipped["triattention"]
+    assert "retention gates" in skipped["gated"]
+
+
+def test_policies_that_need_calibration_are_measured_too(tiny: PreTrainedModel) -> None:
+    """Their speed does not depend on what the statistics say, so the random prompt will do."""
+    settings = DecodeSettings(batch=2, context=100, prompt=20, steps=16, full_steps=1, rounds=1, stock=())
+    report = run_decode(tiny, [kvkeep.policy("triattention", budget=48, buffer=16)], settings)
+    assert report.skipped == {}
+    assert arm(report, "triattention").evictions == 1
 
 
 def test_the_twin_shares_its_weights_and_keeps_stock_attention(tiny: PreTrainedModel) -> None:

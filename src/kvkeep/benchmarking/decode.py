@@ -16,6 +16,7 @@ from kvkeep.benchmarking.models import random_prompt, step_weight_bytes, stock_t
 from kvkeep.benchmarking.report import ArmReport, DecodeReport, describe_machine
 from kvkeep.benchmarking.synthetic import NOTE, measure_scales
 from kvkeep.benchmarking.timing import Clock, Progress, Timeline, alternate
+from kvkeep.calibration.capture import capture
 from kvkeep.core.errors import ConfigError, KvkeepError, UnknownNameError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.spec import model_spec
@@ -104,6 +105,8 @@ def build_arms(
         if kind in settings.stock:
             compiled = kind == "static-compiled"
             arms.append(StaticArm(twin, scene, settings.full_steps, scales, compiled))
+    if calibration is None and any(policy.traits.calibration for policy in policies):
+        calibration = capture(model, prompt[0])
     skipped = {}
     for policy in policies:
         steps = whole_periods(settings.steps, policy) if policy.bounded else settings.full_steps
@@ -132,7 +135,8 @@ def run_decode(
     policies
         With budgets.
     calibration
-        Statistics for policies that need them.
+        Statistics for policies that need them; without, they are captured on the random prompt, which
+        is as good for speed.
     progress
         Called with (steps done, steps planned, what runs now).
     """

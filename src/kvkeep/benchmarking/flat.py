@@ -13,6 +13,7 @@ from kvkeep.benchmarking.memory import PeakMemory
 from kvkeep.benchmarking.models import random_prompt
 from kvkeep.benchmarking.report import describe_machine, markdown_table
 from kvkeep.benchmarking.timing import Clock, Progress
+from kvkeep.calibration.capture import capture
 from kvkeep.core.budget import format_bytes
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
@@ -165,6 +166,8 @@ def run_flat(
     prompt = random_prompt(model, settings.batch, settings.prompt, settings.seed)
     gauge = PeakMemory(prompt.device)
     scene = Scene(prompt=prompt, context=settings.prompt, seed=settings.seed, peak=gauge)
+    if calibration is None and policy.traits.calibration:
+        calibration = capture(model, prompt[0])
     arm = PolicyArm(model, scene, settings.tokens, policy, calibration)
     arm.begin()
     clock, period = Clock(prompt.device), policy.buffer
