@@ -1,0 +1,182 @@
+"""Drawing tokens: settings by name, and random numbers that belong to a sample, not to a batch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from kvkeep.core.errors import ConfigError, UnknownNameError
+from kvkeep.core.random import RandomStream
+
+# Stands for the layer in the random stream: no layer of a model has it.
+_SAMPLING = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn and how long a text may become.
+
+    Parameters
+    ----------
+    preset
+        Name of the settings, for the run's header.
+    temperature
+        0 is greedy.
+    top_p, top_k
+        Draw from the smallest set of this probability, and from so many tokens at most (0: all).
+    max_total
+        Longest prompt and answer together, in tokens; ``None`` for no limit.
+    max_new
+        Longest answer, in tokens; ``None`` for no limit.
+    """
+
+    preset: str = "custom"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_total: int | None = None
+    max_new: int | None = None
+    lengths: dict[str, int] = field(default_factory=dict, repr=False)  # max_total by task
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"temperature {self.temperature} is negative: 0 is greedy.")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top-p {self.top_p} is outside (0, 1]: 1 draws from all tokens.")
+        if self.top_k < 0:
+            raise ConfigError(f"top-k {self.top_k} is negative: 0 draws from all tokens.")
+        for name in ("max_total", "max_new"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value} leaves no room for a token.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the same prompt always gives the same text."""
+        return self.temperature == 0
+
+    def for_task(self, name: str, max_new: int | None) -> Sampling:
+        """The lengths that the preset states for a task, or the task's own."""
+        total = self.lengths.get(name, self.max_total)
+        own = self.max_new if self.max_new is not None or total is not None else max_new
+        return replace(self, max_total=total, max_new=own, lengths={})
+
+    def new_tokens(self, prompt_tokens: int, max_positions: int | None) -> int:
+        """Most tokens that may follow a prompt of so many.
+
+        Raises
+        ------
+        ConfigError
+            If the prompt leaves no room, or nothing limits the length.
+        """
+        room = [self.max_new] if self.max_new is not None else []
+        room += [total - prompt_tokens for total in (self.max_total, max_positions) if total is not None]
+        if not room:
+            raise ConfigError("nothing limits the length of the answers: give max_new or max_total.")
+        if min(room) < 1:
+            raise ConfigError(
+                f"a prompt of {prompt_tokens} tokens leaves no room for an answer (max_total="
+                f"{self.max_total}, model positions {max_positions}): raise max_total or use a longer model."
+            )
+        return min(room)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {name: value for name, value in asdict(self).items() if name != "lengths"}
+
+
+_MATHS = ("gsm8k", "math500")
+_AIME = ("aime24", "aime25", "aime26", "hmmt25")
+
+_PRESETS = (
+    Sampling(preset="greedy"),
+    Sampling(preset="trace", temperature=0.6, top_p=0.95),
+    Sampling(preset="vase", temperature=0.6, top_p=0.95, max_total=32_768, lengths={"gsm8k": 4_096}),
+    Sampling(
+        preset="triattention",
+        temperature=0.6,
+        top_p=0.95,
+        max_total=32_768,
+        lengths=dict.fromkeys(_MATHS, 8_192),
+    ),
+    Sampling(
+        preset="rkv",
+        max_total=16_384,
+        lengths=dict.fromkeys(_MATHS, 8_192),
+    ),
+    # The papers of TrimKV keep each model's own generation settings; these are those of Qwen3.
+    Sampling(preset="trimkv", temperature=0.6, top_p=0.95, top_k=20, max_new=32_768),
+)
+
+SAMPLING = {preset.preset: preset for preset in _PRESETS}
+
+
+def sampling_preset(name: str) -> Sampling:
+    """Look settings up.
+
+    Raises
+    ------
+    UnknownNameError
+        If there are none of that name.
+    """
+    if name not in SAMPLING:
+        raise UnknownNameError("sampling preset", name, SAMPLING)
+    return SAMPLING[name]
+
+
+class Sampler:
+    """Draws the next token of each row.
+
+    The highest sum of logit and Gumbel noise is a draw from the softmax. The noise is a hash of (seed,
+    sequence, step, token), so that a sample is the same in any batch, after a restart, on any machine.
+
+    Parameters
+    ----------
+    sampling
+        Temperature, top-p and top-k.
+    seed
+        Seed of the run.
+    """
+
+    def __init__(self, sampling: Sampling, seed: int) -> None:
+        self.sampling, self.seed = sampling, seed
+        self._filters = []
+        if sampling.top_k:
+            self._filters.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._filters.append(TopPLogitsWarper(sampling.top_p))
+
+    def choose(self, logits: Tensor, sequence_ids: Tensor, step: int) -> Tensor:
+        """Choose a token for each row.
+
+        Parameters
+        ----------
+        logits
+            ``[batch, vocabulary]``.
+        sequence_ids
+            int64 ``[batch]``: names of the rows.
+        step
+            Tokens that the rows have written before.
+
+        Returns
+        -------
+        Tensor
+            int64 ``[batch]``.
+        """
+        if self.sampling.greedy:
+            return logits.argmax(-1)
+        scores = logits.float() / self.sampling.temperature
+        for each in self._filters:
+            scores = each(sequence_ids, scores)
+        stream = RandomStream.derive(
+            seed=self.seed,
+            sequence_ids=sequence_ids,
+            layer=_SAMPLING,
+            evictions=torch.full_like(sequence_ids, step),
+        )
+        tokens = torch.arange(scores.shape[-1], device=scores.device).expand(len(scores), 1, -1)
+        return (scores + stream.gumbel(tokens)[:, 0]).argmax(-1)

@@ -1,0 +1,1 @@
+"""Tasks: one small file each, with its data, prompt, grader and version."""
