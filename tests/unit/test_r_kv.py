@@ -10,7 +10,7 @@ import torch
 import kvkeep
 from kvkeep.core.errors import ConfigError
 from kvkeep.scoring import redundancy as module
-from kvkeep.scoring.redundancy import newest_duplicate, redundancy, unit_vectors
+from kvkeep.scoring.redundancy import inverse_lengths, newest_duplicate, redundancy
 from kvkeep.testing.views import SHAPES, decide, kept, make_view
 from tests.reference import r_kv
 from tests.reference.heads import heads, keep_by_score
@@ -70,15 +70,17 @@ class TestByHand:
 
     def test_newest_duplicate(self) -> None:
         """Four copies and a stranger: each copy's newest other copy, and none for the stranger."""
-        units = torch.tensor([[1.0, 0], [1, 0], [0, 1], [1, 0], [1, 0]])[None, None]
-        among = torch.ones(1, 1, 5, dtype=torch.bool)
-        assert newest_duplicate(units, among, 0.5).tolist() == [[[4, 4, -1, 4, 3]]]
+        keys = torch.tensor([[3.0, 0], [1, 0], [0, 1], [1, 0.5], [2, 0]])[None, None]
+        inverse = inverse_lengths(keys, torch.ones(1, 1, 5, dtype=torch.bool))
+        newest, cosine = newest_duplicate(keys, inverse, 0.5)
+        assert newest.tolist() == [[[4, 4, -1, 4, 3]]]
+        assert cosine[0, 0].tolist() == pytest.approx([1, 1, 0, 0.8**0.5, 0.8**0.5])
 
     def test_empty_slots_are_nobodys_duplicate(self) -> None:
         """Rubbish behind a short row must neither be found nor keep the walk going."""
-        units = unit_vectors(torch.ones(1, 1, 5, 2), torch.tensor([[[True, True, True, False, False]]]))
-        among = torch.tensor([[[True, True, True, False, False]]])
-        assert newest_duplicate(units, among, 0.5).tolist() == [[[2, 2, 1, -1, -1]]]
+        keys = torch.ones(1, 1, 5, 2)
+        inverse = inverse_lengths(keys, torch.tensor([[[True, True, True, False, False]]]))
+        assert newest_duplicate(keys, inverse, 0.5)[0].tolist() == [[[2, 2, 1, -1, -1]]]
 
     def test_mean_similarity(self) -> None:
         """Keys east, east, north: mean cosines 1/3, 1/3, 0 over three rows."""
@@ -124,9 +126,9 @@ class TestByHand:
 
 def test_more_entries_than_sixteen_bits_count() -> None:
     """A prompt of 40,000 tokens would wrap the place of the newest duplicate."""
-    units = torch.zeros(1, 1, 40_000, 2)
-    units[..., 0] = 1
-    newest = newest_duplicate(units, torch.ones(1, 1, 40_000, dtype=torch.bool), 0.5)[0, 0]
+    keys = torch.zeros(1, 1, 40_000, 2)
+    keys[..., 0] = 1
+    newest = newest_duplicate(keys, torch.ones(1, 1, 40_000), 0.5)[0][0, 0]
     assert newest[:-1].eq(39_999).all()
     assert newest[-1] == 39_998
 

@@ -1,6 +1,7 @@
 """Random numbers that belong to a sequence, not to a batch.
 
-Each number is a hash of (run seed, sequence id, layer, eviction index, purpose, KV head, position).
+Each number is a hash of (run seed, sequence id, layer, eviction index, purpose, KV head, position);
+the persistent stream leaves the eviction index out, for what is drawn once and reused.
 There is no generator state: a sequence draws the same numbers alone or in a batch, padded or not,
 in any row, on any device, in transformers or in vLLM, and nothing has to be saved or restored.
 

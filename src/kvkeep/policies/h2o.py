@@ -38,7 +38,8 @@ class H2O(RankedPolicy):
     Deviations
     ----------
     Query heads that share a KV head are averaged (the paper has one query head for each). Evicts every
-    ``buffer`` tokens; ``buffer=1`` is the paper's every-step form.
+    ``buffer`` tokens; ``buffer=1`` is the paper's every-step form. Logits are divided by sqrt(head_dim)
+    also in models that scale them otherwise, and learned sinks take no share.
 
     Notes
     -----

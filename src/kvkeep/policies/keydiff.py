@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.core.view import LayerView
 from kvkeep.policies.ranked import RankedPolicy
-from kvkeep.scoring.redundancy import unit_vectors
+from kvkeep.scoring.redundancy import cosine_to_crowd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,4 @@ class KeyDiff(RankedPolicy):
 
     def score(self, view: LayerView) -> Tensor:
         """``-cos(k, mean of the unit keys)``."""
-        units = unit_vectors(view.keys, view.valid)
-        # The cosine does not see the length of the mean, so the sum serves as well.
-        crowd = unit_vectors(units.sum(2, keepdim=True))
-        return -(units @ crowd.transpose(-1, -2)).squeeze(-1)
+        return -cosine_to_crowd(view.keys, view.valid)
