@@ -1,0 +1,1 @@
+"""Numbers with their uncertainty: problems are the sample, draws only make each problem sharper."""

@@ -1,0 +1,113 @@
+"""One run and its interval."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from kvkeep.core.errors import ConfigError, UnknownNameError
+from kvkeep.evaluation.statistics.accuracy import accuracy, pass_at
+from kvkeep.evaluation.statistics.problem_means import problem_means
+from tests.evaluation.runs import sample
+from tests.evaluation.statistics.studies import as_problems, draw_arms
+
+TINY = [
+    sample("b", 1, False),
+    sample("a", 0, True),
+    sample("a", 1, True),
+    sample("b", 0, True),
+    sample("c", 0, False, answer_class="not_extracted"),
+    sample("c", 1, False),
+]
+
+
+def test_tiny_example_by_hand() -> None:
+    """Means 1, 1/2, 0: the mean is 1/2, the standard error sd/√n = (1/2)/√3."""
+    problems = problem_means(TINY)
+    assert problems.ids == ("a", "b", "c")
+    assert problems.means.tolist() == [1.0, 0.5, 0.0]
+    assert problems.first.tolist() == [1.0, 1.0, 0.0]
+    result = accuracy(problems)
+    assert (result.metric, result.n, result.clusters, result.draws) == ("avg@2", 3, 3, 6)
+    assert result.estimate == 0.5
+    assert result.standard_error == pytest.approx(0.5 / 3**0.5)
+    assert result.interval[1] - 0.5 == pytest.approx(4.302653 * 0.5 / 3**0.5, rel=1e-6)
+    assert "avg@2 50.0 %" in str(result)
+    assert problem_means(TINY, "not_extracted").means.tolist() == [0.0, 0.0, 0.5]
+
+
+def test_wilson_stands_beside_a_weak_interval() -> None:
+    """30 of 30 correct gives a t interval of no width at all: certainty from thirty problems."""
+    perfect = accuracy(as_problems(np.ones(30)))
+    assert perfect.interval == (1.0, 1.0)
+    assert perfect.wilson == pytest.approx((30 / (30 + 1.959964**2), 1.0), rel=1e-6)
+    assert "Wilson" in str(perfect)
+    assert accuracy(as_problems(np.tile([0.0, 1.0], 60))).wilson is None
+    assert (
+        accuracy(
+            problem_means([sample(str(i), 0, True, score=0.3 + i / 9) for i in range(4)], "score")
+        ).wilson
+        is None
+    )
+
+
+def test_clusters_widen_the_interval() -> None:
+    """Four turns of one dialogue are not four independent problems."""
+    values = [1, 1, 0, 0, 1, 1, 0, 0]
+    alone, together = accuracy(as_problems(values)), accuracy(as_problems(values, groups="aabbccdd"))
+    assert (together.n, together.clusters) == (8, 4)
+    assert together.estimate == alone.estimate
+    assert together.standard_error == pytest.approx((1 / 3) ** 0.5 / 2)
+    assert together.standard_error > alone.standard_error
+
+
+def test_pass_at_k_by_hand() -> None:
+    """One of two correct: a single try succeeds half the time, two tries always."""
+    problems = problem_means(TINY)
+    assert pass_at(problems, 1).estimate == pytest.approx(0.5)
+    assert pass_at(problems, 2).estimate == pytest.approx(2 / 3)
+    assert pass_at(problems, 2).metric == "pass@2"
+    with pytest.raises(ConfigError, match="1 <= k <= 2"):
+        pass_at(problems, 3)
+
+
+def test_avg_at_k_keeps_its_expectation() -> None:
+    """If avg@k drifted with k, runs with different numbers of samples could not be read side by side."""
+    rng = np.random.default_rng(3)
+    for draws in (1, 4, 16):
+        means, _ = draw_arms(rng, 400, 100, draws)
+        error = means.mean(axis=1).std() / 400**0.5
+        assert abs(means.mean() - 0.5) < 4 * error
+
+
+@pytest.mark.parametrize("problems", [30, 200])
+def test_interval_covers_the_truth(problems: int) -> None:
+    """An interval that missed the truth too often would sell noise as knowledge."""
+    means, _ = draw_arms(np.random.default_rng(problems), 2000, problems, 3)
+    hits = 0
+    for study in means:
+        low, high = accuracy(as_problems(study)).interval
+        hits += low <= 0.5 <= high
+    assert 0.93 <= hits / 2000 <= 0.97
+
+
+def test_spread_of_whole_runs_would_be_far_too_small() -> None:
+    """The reason for the formula: run means share their problems, so they agree too well."""
+    rng = np.random.default_rng(0)
+    chance = rng.beta(0.6, 0.6, 30)
+    x = rng.random((30, 16)) < chance[:, None]
+    right = accuracy(as_problems(x.mean(axis=1), draws=16)).standard_error
+    assert stats.sem(x.mean(axis=0)) < right / 2
+
+
+def test_mistakes_are_explained() -> None:
+    """A wrong metric name or an empty log must not end in a NaN."""
+    with pytest.raises(UnknownNameError, match="did you mean 'accuracy'"):
+        problem_means(TINY, "acuracy")
+    with pytest.raises(ConfigError, match="no samples"):
+        problem_means([])
+    with pytest.raises(ConfigError, match="at least two"):
+        accuracy(as_problems([1.0]))
+    with pytest.raises(ConfigError, match="different clusters"):
+        problem_means([sample("a", 0, True, cluster="x"), sample("a", 1, True, cluster="y")])
