@@ -1,0 +1,129 @@
+"""Write the generated pages: docs/policies.md, docs/cli.md, and the policy table of README.md.
+
+    python scripts/build_docs.py           write them
+    python scripts/build_docs.py --check   exit 1 if a page is not what the code says
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import click
+import typer.main
+
+import kvkeep
+from kvkeep.cli.app import app
+from kvkeep.core.policy import Policy
+
+ROOT = Path(__file__).resolve().parent.parent
+_SECTION = re.compile(r"^(\w[\w ]*)\n-{3,}\n", re.MULTILINE)
+_TABLE = re.compile(r"(<!-- policies -->\n).*?(<!-- /policies -->)", re.DOTALL)
+
+
+def sections(policy: type[Policy]) -> dict[str, str]:
+    """Cut a docstring into its parts: ``""`` is what stands before the first heading."""
+    parts = _SECTION.split(inspect.getdoc(policy) or "")
+    return {"": parts[0].strip()} | {
+        name: text.strip() for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def headline(policy: type[Policy]) -> str:
+    """The first sentence of a docstring."""
+    return sections(policy)[""].split("\n\n")[0].replace("\n", " ")
+
+
+def reference(policy: type[Policy]) -> str:
+    """Where a policy comes from: the first sentence of its source."""
+    return re.split(r"[;.](?:\s|$)", sections(policy)["Source"].replace("\n", " "))[0]
+
+
+def plain(text: str) -> str:
+    """Docstring markup to Markdown."""
+    text = re.sub(r":\w+:`~?([^`]+)`", lambda m: f"`{m.group(1).rsplit('.', 1)[-1]}`", text)
+    return text.replace("``", "`")
+
+
+def policy_page() -> str:
+    """One section for each policy, from its docstring."""
+    lines = [
+        "# Policies",
+        "",
+        "Generated from the docstrings by `make docs`; `kvkeep policies show NAME` prints the same.",
+        "",
+    ]
+    for name, policy in kvkeep.available_policies().items():
+        parts = sections(policy)
+        lines += [f"## {name}", "", f"`kvkeep.{policy.__name__}`", "", plain(parts[""]), ""]
+        lines += ["**Options**", ""]
+        for entry in re.split(r"\n(?=\S)", parts.get("Parameters", "")):
+            option, _, description = entry.partition("\n")
+            lines.append(f"- `{option}`: {plain(' '.join(description.split()))}")
+        for title in ("Source", "Deviations", "Notes"):
+            if title in parts:
+                lines += ["", f"**{title}.** {plain(' '.join(parts[title].split()))}"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def policy_table() -> str:
+    """The table of the README."""
+    rows = ["| name | what it keeps | from |", "|---|---|---|"]
+    for name, policy in kvkeep.available_policies().items():
+        rows.append(f"| `{name}` | {plain(headline(policy))} | {plain(reference(policy))} |")
+    return "\n".join(rows) + "\n"
+
+
+def command_page() -> str:
+    """The help text of every command."""
+    lines = ["# Commands", "", "Generated from the program by `make docs`.", ""]
+
+    def walk(command: click.Command, path: str) -> None:
+        context = click.Context(command, info_name=path, terminal_width=100, max_content_width=100)
+        usage = command.get_usage(context)
+        lines.extend([f"## {path}", "", "```", usage, "```", "", plain(command.help or ""), ""])
+        options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+        if options:
+            lines.extend(["| option | meaning | default |", "|---|---|---|"])
+            for option in options:
+                names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+                default = option.default if not callable(option.default) else None
+                shown = "" if default in (None, False, (), []) else f"`{default}`"
+                meaning = " ".join((option.help or "").split()).replace("|", "\\|")
+                lines.append(f"| {names} | {meaning} | {shown} |")
+            lines.append("")
+        if isinstance(command, click.Group):
+            for name in sorted(command.commands):
+                walk(command.commands[name], f"{path} {name}")
+
+    walk(typer.main.get_command(app), "kvkeep")
+    return "\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page and what it should hold."""
+    readme = (ROOT / "README.md").read_text()
+    return {
+        ROOT / "docs" / "policies.md": policy_page(),
+        ROOT / "docs" / "cli.md": command_page(),
+        ROOT / "README.md": _TABLE.sub(lambda m: m.group(1) + policy_table() + m.group(2), readme),
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Write or check; returns the exit code."""
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        if "--check" in arguments:
+            print(f"{path.relative_to(ROOT)} is not what the code says: run `make docs`")
+        else:
+            path.write_text(pages()[path])
+            print(f"wrote {path.relative_to(ROOT)}")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
