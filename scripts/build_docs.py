@@ -1,7 +1,7 @@
 """Write the generated pages: docs/policies.md, docs/cli.md, and the policy table of README.md.
 
-    python scripts/build_docs.py           write them
-    python scripts/build_docs.py --check   exit 1 if a page is not what the code says
+python scripts/build_docs.py           write them
+python scripts/build_docs.py --check   exit 1 if a page is not what the code says
 """
 
 from __future__ import annotations
