@@ -192,3 +192,9 @@ def test_looking_up_imports_no_transformers() -> None:
     """`kvkeep policies` must not wait for transformers to load."""
     code = "import sys, kvkeep; kvkeep.available_policies(); sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_composition_tells_its_options_too() -> None:
+    """Saving a cache, and every JSON report, writes the options down."""
+    policy = kvkeep.policy("vase-dkv(rank=8) + sample + reserve(slots=9)", budget=128)
+    assert type(policy)(**policy.options()) == policy

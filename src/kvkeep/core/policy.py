@@ -121,8 +121,9 @@ class Policy(ABC):
     def options(self) -> dict[str, Any]:
         """Every hyper-parameter by name, JSON-ready: ``type(policy)(**policy.options())`` is equal."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        if fields["budget"].prompt == "counts" and fields["budget"].keep_ratio is None:
-            fields["budget"] = fields["budget"].entries or fields["budget"]
+        budget = fields.get("budget")  # a composition has none of its own
+        if isinstance(budget, Budget) and budget.prompt == "counts" and budget.keep_ratio is None:
+            fields["budget"] = budget.entries or budget
         return fields
 
     def check(self, spec: Any) -> list[str]:
