@@ -1,0 +1,76 @@
+"""`kvkeep demo`: one long prompt, answered with the full cache and under policies with a part of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli import options as opt
+from kvkeep.core.errors import ConfigError
+
+# Tokens that may be written: enough for the answer.
+_NEW_TOKENS = 48
+
+
+def demo(
+    policies: Annotated[
+        str, typer.Option(help="Policies to show, separated by ';'. 'full' is the full cache.")
+    ] = "full; vase-attnv",
+    keep_ratio: Annotated[float, typer.Option(help="Memory of each policy, as a part of the full.")] = 0.25,
+    prefill: Annotated[
+        str, typer.Option(help="When to evict while reading: defer, after or chunk.")
+    ] = "after",
+    seed: opt.Seed = 0,
+    threads: opt.Threads = None,
+    model_only: Annotated[bool, typer.Option(help="Only fetch and convert the model.")] = False,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Answer a question about a 2,000-token ship's log, with all of the cache and with a quarter of it."""
+    from kvkeep.cli import report
+
+    names = [name.strip() for name in policies.split(";") if name.strip()]
+    if not names:
+        raise ConfigError("no policy was named: give --policies 'full; vase-attnv'.")
+    amount = opt.make_budget(None, keep_ratio, None, "counts")
+    chosen = [opt.make_policy(name, amount, prefill=prefill) for name in names]
+
+    from kvkeep.cli import loading
+
+    source = loading.resolve("demo", report.note)
+    if model_only:
+        report.note(f"The demo model is at {source}.")
+        return
+
+    from kvkeep.cli import answering
+    from kvkeep.cli.ship_log import QUESTION, demo_prompt
+
+    with report.waiting("loading SmolLM2-135M-Instruct"):
+        loaded = loading.load_model(source, dtype="float32", attention="sdpa", device="auto", threads=threads)
+    prompt = demo_prompt()
+    sampling = answering.Sampling(max_new_tokens=_NEW_TOKENS)
+    runs = []
+    if not as_json:
+        report.heading(f"A ship's log, and a question about it: {QUESTION}")
+    for policy in chosen:
+        if not as_json:
+            report.heading(f"{policy.name}, asked for {policy.amount if policy.bounded else 'everything'}")
+        with report.waiting("reading the prompt") as done:
+            runs.append(
+                answering.answer(
+                    loaded,
+                    policy,
+                    [prompt],
+                    sampling,
+                    seed=seed,
+                    on_text=None if as_json else report.write,
+                    on_step=done,
+                )
+            )
+        if not as_json:
+            typer.echo()
+    if as_json:
+        facts = [report.as_dict("demo", policy, seed, run) for policy, run in zip(chosen, runs, strict=True)]
+        typer.echo(report.as_json(facts))
+        return
+    report.show_table(runs)

@@ -1,0 +1,149 @@
+"""Models and tokenizers for the commands, with one sentence for everything that can be wrong with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.core.errors import ConfigError, DataFileError, UnknownNameError, UnsupportedError
+
+DTYPES = ("float32", "bfloat16", "float16")
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model ready to generate.
+
+    Parameters
+    ----------
+    name
+        What the user called it.
+    model, tokenizer
+        Of transformers; the tokenizer pads on the left.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+
+def one_of(kind: str, name: str, known: Iterable[str]) -> str:
+    """Check a name against the names there are."""
+    if name not in (names := tuple(known)):
+        raise UnknownNameError(kind, name, names)
+    return name
+
+
+def quiet_transformers(source: str) -> None:
+    """Make transformers as quiet as our output needs; must run before it is imported."""
+    if Path(source).expanduser().exists():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a folder needs no look at the hub
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def resolve(name: str, say: Callable[[str], None]) -> str:
+    """The folder or hub id behind a model's name; ``demo`` is the model of ``kvkeep demo``."""
+    if name != "demo":
+        return str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
+    from kvkeep.cli.demo_model import fetch_demo_model
+
+    return str(fetch_demo_model(say))
+
+
+def load_config(source: str) -> Any:
+    """Read a model's config."""
+    quiet_transformers(source)
+    from transformers import AutoConfig
+
+    return _reading(source, lambda: AutoConfig.from_pretrained(source))
+
+
+def load_model(source: str, *, dtype: str, attention: str, device: str, threads: int | None) -> Loaded:
+    """Load a model and its tokenizer.
+
+    Raises
+    ------
+    UnknownNameError
+        If dtype or attention is none that there is.
+    DataFileError
+        If the model is missing, damaged, incomplete, or has no tokenizer.
+    UnsupportedError
+        If it is no causal language model.
+    """
+    one_of("dtype", dtype, DTYPES)
+    one_of("attention", attention, ATTENTION)
+    config = load_config(source)
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"{threads} threads are too few: give at least 1.")
+        torch.set_num_threads(threads)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedError(
+            f"cannot generate with {source}", [f"{config.model_type!r} is not a causal language model"]
+        )
+    tokenizer = _reading(source, lambda: AutoTokenizer.from_pretrained(source))
+    model, info = _reading(
+        source,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype), attn_implementation=attention, output_loading_info=True
+        ),
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise DataFileError(
+            f"the model at {source} is incomplete: {len(missing)} weights are missing, {missing[0]} among "
+            "them. Download or convert it again."
+        )
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return Loaded(name=source, model=model.to(_device(device)).eval(), tokenizer=tokenizer)
+
+
+def load_calibration(path: Path | None, loaded: Loaded) -> Any:
+    """Read a calibration file and check that it belongs to the model; ``None`` stays ``None``."""
+    if path is None:
+        return None
+    from kvkeep.calibration import load
+
+    return load(path, loaded.model)
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown: use auto, cpu, cuda or cuda:1.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees no GPU: use --device cpu.")
+    return device
+
+
+def _reading(source: str, read: Callable[[], Any]) -> Any:
+    """Call a loader of transformers; whatever it trips over is a fault of the files it was given."""
+    try:
+        return read()
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        found = Path(source).is_dir()
+        raise DataFileError(
+            f"cannot load a model from {source}: {lines[0].rstrip('.')}. "
+            + (
+                "Files of the folder are missing or damaged: download or convert it again."
+                if found
+                else "Give a folder that holds a model, or an id of a hub that is within reach."
+            )
+        ) from error

@@ -1,0 +1,123 @@
+"""Flags that several commands share, and the policy that they describe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvkeep.core.budget import Budget
+from kvkeep.core.budget import PromptMode as _PromptMode
+from kvkeep.core.errors import BudgetError, ConfigError
+
+if TYPE_CHECKING:
+    from kvkeep.core.policy import Policy
+
+Model = Annotated[
+    str, typer.Option("--model", help="Folder or hub id of a causal language model; 'demo' is SmolLM2-135M.")
+]
+PolicyText = Annotated[
+    str,
+    typer.Option(
+        "--policy", help="A name of `kvkeep policies`, or a composition: 'triattention + sample + reserve'."
+    ),
+]
+Entries = Annotated[
+    int | None, typer.Option("--budget", help="Entries kept per KV head and layer after an eviction.")
+]
+KeepRatio = Annotated[
+    float | None, typer.Option(help="Budget as a fraction of prompt and new tokens, for example 0.25.")
+]
+KvBytes = Annotated[
+    str | None, typer.Option(help="Budget as bytes for keys and values of all sequences, for example 2GiB.")
+]
+PromptMode = Annotated[
+    str, typer.Option(help="counts: prompt entries count towards the budget. kept: they stay on top of it.")
+]
+Buffer = Annotated[
+    int | None,
+    typer.Option(help="Newest entries always kept, and the distance of evictions [the policy's own]."),
+]
+PolicyOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="key=value: any other setting of the policy. Repeatable."),
+]
+Prefill = Annotated[
+    str | None,
+    typer.Option(
+        help="When to evict while reading the prompt: defer, after, or chunk [the policy's own; chunk "
+        "with --prefill-chunk]."
+    ),
+]
+PrefillChunk = Annotated[
+    int | None, typer.Option(help="Read the prompt so many tokens at a time: memory stays bounded.")
+]
+Calibration = Annotated[
+    Path | None, typer.Option(help="Statistics of this model, written by `kvkeep calibrate`.")
+]
+Seed = Annotated[int, typer.Option(help="Of stochastic policies and of sampling.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads [torch's own choice].")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Attention = Annotated[str, typer.Option(help="sdpa, eager, flash_attention_2 or flash_attention_3.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+
+
+def make_budget(
+    entries: int | None, keep_ratio: float | None, kv_bytes: str | None, prompt_mode: str
+) -> Budget | None:
+    """The budget that the flags describe; ``None`` if there is no such flag.
+
+    Raises
+    ------
+    BudgetError
+        If more than one amount is given, or an amount cannot be right.
+    """
+    given = [
+        flag
+        for flag, value in (("--budget", entries), ("--keep-ratio", keep_ratio), ("--kv-bytes", kv_bytes))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise BudgetError(f"{' and '.join(given)} say the same thing in different ways: give one of them.")
+    if prompt_mode not in ("counts", "kept"):
+        raise BudgetError(f"prompt mode {prompt_mode!r} is unknown: use counts or kept.")
+    prompt: _PromptMode = "kept" if prompt_mode == "kept" else "counts"
+    if entries is not None:
+        return Budget(entries=entries, prompt=prompt)
+    if keep_ratio is not None:
+        return Budget.from_keep_ratio(keep_ratio, prompt=prompt)
+    return None if kv_bytes is None else Budget.from_bytes(kv_bytes, prompt=prompt)
+
+
+def make_policy(
+    text: str,
+    budget: Budget | None,
+    *,
+    buffer: int | None = None,
+    prefill: str | None = None,
+    prefill_chunk: int | None = None,
+    options: list[str] | None = None,
+) -> Policy:
+    """The policy that the flags describe.
+
+    Raises
+    ------
+    ConfigError
+        If a name is unknown, a value out of range, or the budget missing.
+    """
+    from kvkeep.policies.compose import policy, read_value
+
+    given: dict[str, Any] = {}
+    for setting in options or []:
+        key, equals, value = setting.partition("=")
+        if not (equals and key.strip() and value.strip()):
+            raise ConfigError(f"cannot read --option {setting!r}: write key=value, for example reserve=128.")
+        given[key.strip().replace("-", "_")] = read_value(value.strip())
+    if prefill_chunk is not None:
+        if prefill_chunk < 1:
+            raise ConfigError(f"--prefill-chunk {prefill_chunk} is below 1 token.")
+        prefill = prefill or "chunk"
+    flags = {"budget": budget, "buffer": buffer, "prefill": prefill}
+    return policy(text, **given | {key: value for key, value in flags.items() if value is not None})

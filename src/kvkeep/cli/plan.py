@@ -1,0 +1,157 @@
+"""`kvkeep plan`: how many sequences fit into a memory, full cache beside budgets, from the config alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from kvkeep.cli import options as opt
+from kvkeep.core.budget import format_bytes, parse_bytes
+from kvkeep.core.errors import BudgetError, ConfigError
+
+if TYPE_CHECKING:
+    from kvkeep.core.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What fits with one cache.
+
+    Parameters
+    ----------
+    cache
+        ``"full"`` or ``"budget N"``.
+    entries
+        Entries per KV head and layer at the fullest moment: the context, or budget and buffer.
+    bytes_per_row
+        Keys and values of one sequence.
+    rows
+        Sequences that fit beside the weights.
+    tokens
+        Tokens of context that these sequences have in view or have seen: rows times context.
+    kv_bytes
+        Keys and values of all of them.
+    """
+
+    cache: str
+    entries: int
+    bytes_per_row: int
+    rows: int
+    tokens: int
+    kv_bytes: int
+
+
+def plan(
+    model: opt.Model = "demo",
+    memory: Annotated[str, typer.Option(help="Memory of the device, for example 24GiB.")] = "24GiB",
+    context: Annotated[int, typer.Option(help="Tokens per sequence, prompt and answer together.")] = 32768,
+    budgets: Annotated[str, typer.Option(help="Budgets to compare, in entries.")] = "512,1024,2048,4096",
+    buffer: Annotated[int, typer.Option(help="Newest entries held above the budget.")] = 64,
+    dtype: opt.Dtype = "bfloat16",
+    as_json: opt.AsJson = False,
+) -> None:
+    """Show what fits: rows, tokens and bytes, full cache beside budgets. Reads only the config."""
+    available, amounts = parse_bytes(memory), _amounts(budgets)
+    for name, value in (("context", context), ("buffer", buffer)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value} is below 1 token.")
+
+    from kvkeep.cli import loading, report
+
+    loading.one_of("dtype", dtype, loading.DTYPES)
+    config = loading.load_config(loading.resolve(model, report.note))
+    size, spec, weights = measure(config, dtype)
+    fits = [fit("full", context, spec, size, context, available - weights)]
+    for amount in amounts:
+        held = min(context, amount + buffer)
+        fits.append(fit(f"budget {amount}", held, spec, size, context, available - weights))
+    notes = _notes(spec, context, weights, available)
+    if as_json:
+        facts = {"model": model, "memory": available, "dtype": dtype, "context": context, "weights": weights}
+        typer.echo(json.dumps(facts | {"fits": [asdict(each) for each in fits], "notes": notes}, indent=2))
+        return
+    title = (
+        f"{model}, {dtype}: weights {format_bytes(weights)} of {format_bytes(available)}, context {context}"
+    )
+    _show(title, fits, notes)
+
+
+def measure(config: Any, dtype: str) -> tuple[int, ModelSpec, int]:
+    """Bytes per number, the model's shape, and bytes of its weights (counted without loading them)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kvkeep.engine.spec import model_spec
+
+    spec = model_spec(config)
+    kind = getattr(torch, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(spec.config, dtype=kind)
+    return kind.itemsize, spec, sum(p.numel() for p in model.parameters()) * kind.itemsize
+
+
+def fit(cache: str, held: int, spec: ModelSpec, size: int, context: int, free: int) -> Fit:
+    """How many sequences fit into ``free`` bytes if each head holds ``held`` entries."""
+    per_layer = (spec.head_dim + spec.value_dim) * spec.kv_heads * size
+    windows = sum(min(layer.window, context) for layer in spec.layers if layer.window) * per_layer
+    per_row = held * spec.bytes_per_entry(size) + windows
+    rows = max(0, free // per_row)
+    return Fit(
+        cache=cache,
+        entries=held,
+        bytes_per_row=per_row,
+        rows=rows,
+        tokens=rows * context,
+        kv_bytes=rows * per_row,
+    )
+
+
+def _amounts(text: str) -> list[int]:
+    try:
+        amounts = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise BudgetError(f"cannot read --budgets {text!r}: write counts, for example 512,1024.") from error
+    if any(amount < 1 for amount in amounts):
+        raise BudgetError(f"--budgets {text!r} holds a number below 1 entry.")
+    return amounts
+
+
+def _notes(spec: ModelSpec, context: int, weights: int, available: int) -> list[str]:
+    notes = ["Keys, values and weights only: activations and the library need room as well."]
+    if weights > available:
+        notes.append(f"The weights alone need {format_bytes(weights)}: nothing fits.")
+    if spec.max_positions is not None and context > spec.max_positions:
+        notes.append(
+            f"The model was made for {spec.max_positions} positions, fewer than the context asked for."
+        )
+    others = sum(layer.kind == "recurrent" for layer in spec.layers)
+    if others:
+        notes.append(f"The states of {others} recurrent layers are not counted.")
+    return notes
+
+
+def _show(title: str, fits: list[Fit], notes: list[str]) -> None:
+    table = Table(title=title, title_justify="left", box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("cache", "entries", "bytes per row", "rows", "tokens", "KV bytes", "× full"):
+        table.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
+    full = fits[0].rows
+    for each in fits:
+        table.add_row(
+            each.cache,
+            str(each.entries),
+            format_bytes(each.bytes_per_row),
+            str(each.rows),
+            str(each.tokens),
+            format_bytes(each.kv_bytes),
+            f"{each.rows / full:.1f}" if full else "–",
+        )
+    console = Console()
+    console.print(table)
+    for line in notes:
+        console.print(line, style="dim", highlight=False)

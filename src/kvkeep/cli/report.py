@@ -1,0 +1,130 @@
+"""What the commands print about runs: text as it comes, progress, a table, JSON. Notes go to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.rule import Rule
+from rich.table import Table
+
+from kvkeep import __version__
+from kvkeep.core.budget import format_bytes
+
+if TYPE_CHECKING:
+    from kvkeep.cli.answering import Run
+    from kvkeep.core.policy import Policy
+
+
+def note(text: str) -> None:
+    """One line for the reader, beside the output."""
+    typer.echo(text, err=True)
+
+
+def write(text: str) -> None:
+    """A piece of an answer, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def heading(text: str) -> None:
+    """A line that opens a part of the output."""
+    Console().print(Rule(text, align="left", style="dim"))
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[], None]]:
+    """A sign of life on a terminal; calling what it gives ends it early."""
+    with Console(stderr=True).status(f"{what} …") as status:
+        yield status.stop
+
+
+@contextmanager
+def steps(total: int, *, show: bool) -> Iterator[Callable[[], None]]:
+    """A bar of steps with rate and time left, on stderr."""
+    if not show or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    columns = (TextColumn("writing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
+
+
+def show_texts(run: Run) -> None:
+    """The answers of a batch, one after another."""
+    for number, text in enumerate(run.texts, start=1):
+        heading(f"{number} of {len(run.texts)}")
+        typer.echo(text)
+
+
+def show_table(runs: Sequence[Run]) -> None:
+    """One row per run: what was asked for, and what was measured."""
+    table = Table(box=SIMPLE, show_edge=False, padding=0)
+    left = ("policy", "asked for")
+    for name in (
+        "policy",
+        "tokens",
+        "asked for",
+        "mean",
+        "peak",
+        "KV bytes",
+        "at peak",
+        "tokens/s",
+        "evictions",
+    ):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "asked for")
+    for run in runs:
+        trace, speed = run.trace, run.tokens_per_second
+        table.add_row(
+            trace.policy,
+            f"{sum(run.prompt_tokens)}+{sum(run.new_tokens)}",
+            trace.requested,
+            f"{trace.mean_entries:.1f}",
+            str(trace.peak_entries),
+            format_bytes(trace.kv_bytes),
+            format_bytes(trace.peak_kv_bytes),
+            "–" if speed is None else f"{speed:.1f}",
+            str(trace.evictions),
+        )
+    console = Console()
+    console.print(table)
+    lines = ["tokens: prompt + new. mean, peak: measured entries per KV head and layer, mean while writing."]
+    lines += [f"{run.trace.policy}: 0 evicted." for run in runs if not run.trace.evictions]
+    for line in lines:
+        console.print(line, style="dim", highlight=False)
+
+
+def as_json(facts: Any) -> str:
+    """JSON text; budgets and policies inside policies are written out."""
+
+    def plain(value: Any) -> Any:
+        options = getattr(value, "options", None)
+        return str(value) if options is None else {"name": value.name, **options()}
+
+    return json.dumps(facts, indent=2, default=plain)
+
+
+def as_dict(model: str, policy: Policy, seed: int, run: Run) -> dict[str, Any]:
+    """Everything about a run, JSON-ready."""
+    return {
+        "kvkeep": __version__,
+        "model": model,
+        "policy": {"name": policy.name, "options": policy.options()},
+        "seed": seed,
+        "answers": [
+            {"text": text, "prompt_tokens": read, "new_tokens": new}
+            for text, read, new in zip(run.texts, run.prompt_tokens, run.new_tokens, strict=True)
+        ],
+        "read_seconds": round(run.read_seconds, 3),
+        "write_seconds": round(run.write_seconds, 3),
+        "tokens_per_second": None if run.tokens_per_second is None else round(run.tokens_per_second, 2),
+        "trace": run.trace.as_dict(),
+    }
