@@ -10,8 +10,8 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-import click
 import typer.main
 
 import kvkeep
@@ -81,11 +81,12 @@ def command_page() -> str:
     """The help text of every command."""
     lines = ["# Commands", "", "Generated from the program by `make docs`.", ""]
 
-    def walk(command: click.Command, path: str) -> None:
-        context = click.Context(command, info_name=path, terminal_width=100, max_content_width=100)
+    def walk(command: Any, path: str) -> None:
+        # NOTE: newer releases of typer carry their own copy of click: no isinstance on click's classes.
+        context = command.context_class(command, info_name=path, terminal_width=100)
         usage = command.get_usage(context)
         lines.extend([f"## {path}", "", "```", usage, "```", "", plain(command.help or ""), ""])
-        options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+        options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
         if options:
             lines.extend(["| option | meaning | default |", "|---|---|---|"])
             for option in options:
@@ -95,7 +96,7 @@ def command_page() -> str:
                 meaning = " ".join((option.help or "").split()).replace("|", "\\|")
                 lines.append(f"| {names} | {meaning} | {shown} |")
             lines.append("")
-        if isinstance(command, click.Group):
+        if hasattr(command, "commands"):
             for name in sorted(command.commands):
                 walk(command.commands[name], f"{path} {name}")
 
