@@ -8,6 +8,7 @@
     ├── ScoreError                        a policy produced NaN, or scores of the wrong shape
     ├── CacheError (RuntimeError)         a cache was used in a way its state does not allow
     │   └── CacheIntegrityError           internal bookkeeping does not add up
+    ├── EvidenceError                     runs that prove nothing about each other; carries every reason
     ├── DataFileError                     a file that is missing, damaged, or made for something else
     └── MissingExtraError (ImportError)   an optional dependency; carries the pip line
 
@@ -53,8 +54,8 @@ class UnknownNameError(ConfigError):
         super().__init__(f"unknown {kind} {name!r}{hint} Known: {', '.join(self.known)}.")
 
 
-class UnsupportedError(KvkeepError):
-    """Policy, model or engine cannot work together.
+class _ReasonsError(KvkeepError):
+    """A refusal that lists everything it objects to.
 
     Parameters
     ----------
@@ -68,6 +69,14 @@ class UnsupportedError(KvkeepError):
         self.reasons = tuple(reasons)
         lines = "".join(f"\n  - {reason}" for reason in self.reasons)
         super().__init__(f"{what}:{lines}")
+
+
+class UnsupportedError(_ReasonsError):
+    """Policy, model or engine cannot work together."""
+
+
+class EvidenceError(_ReasonsError):
+    """Measurements that may not be compared, or a claim that may not rest on them."""
 
 
 class ScoreError(KvkeepError):

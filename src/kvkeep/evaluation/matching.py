@@ -1,0 +1,178 @@
+"""Find the budget at which a policy really holds as much as another.
+
+The number in a policy's name says little: papers count the prompt or not, the buffer or not, and let
+the cache grow between evictions. What is comparable is the measured mean cache over the whole
+generation. Only development problems are used, and no accuracy is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from kvkeep.core.errors import ConfigError, EvidenceError
+from kvkeep.evaluation.records import Run
+
+MatchOn = Literal["mean_cache", "prefill_cache"]
+
+TOLERANCE = 0.02
+
+
+class Measured(Protocol):
+    """What a run shows of its memory; :class:`~kvkeep.evaluation.records.Run` does."""
+
+    @property
+    def mean_cache(self) -> float: ...
+    @property
+    def prefill_cache(self) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """One budget that was measured."""
+
+    budget: int
+    mean_cache: float
+    prefill_cache: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """The budget that was found.
+
+    Parameters
+    ----------
+    budget
+        Entries to ask for.
+    on
+        What was matched: ``"mean_cache"``, or ``"prefill_cache"`` to show how that misleads.
+    target, target_prefill
+        Mean cache of the reference, and its entries at the end of the prompt.
+    mean_cache, prefill_cache
+        The same of the policy at that budget.
+    ratio
+        Matched quantity of the policy divided by that of the reference.
+    tries
+        Every budget that was measured, in order.
+    """
+
+    budget: int
+    on: MatchOn
+    target: float
+    target_prefill: float
+    mean_cache: float
+    prefill_cache: float
+    ratio: float
+    tries: tuple[Try, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"budget {self.budget} after {len(self.tries)} tries: mean cache {self.mean_cache:.1f} against "
+            f"{self.target:.1f} ({_percent(self.mean_cache, self.target)}), at the end of the prompt "
+            f"{self.prefill_cache:.1f} against {self.target_prefill:.1f} "
+            f"({_percent(self.prefill_cache, self.target_prefill)}); matched on {self.on}"
+        )
+
+
+def _percent(value: float, target: float) -> str:
+    return f"{100 * (value / target - 1):+.1f} %" if target else "no reference"
+
+
+def match_budget(
+    measure: Callable[[int], Measured],
+    reference: Measured,
+    *,
+    low: int,
+    high: int,
+    start: int | None = None,
+    on: MatchOn = "mean_cache",
+    tolerance: float = TOLERANCE,
+) -> Match:
+    """Bisect whole budgets until the measured cache equals the reference's.
+
+    Parameters
+    ----------
+    measure
+        Runs the policy with a budget and returns what was measured, for example a
+        :class:`~kvkeep.evaluation.records.Run`. More budget must mean more cache.
+    reference
+        What is to be equalled.
+    low, high
+        Smallest and largest budget to try.
+    start
+        First budget to try (see :func:`~kvkeep.evaluation.expected_cache.budget_for`); the middle
+        otherwise.
+    on
+        What to match.
+    tolerance
+        Largest relative difference that counts as equal.
+
+    Raises
+    ------
+    EvidenceError
+        If a run is not a run on development problems, or not on the reference's problems.
+    ConfigError
+        If no budget in range comes close enough; the message names the nearest.
+    """
+    target = float(getattr(reference, _check(on)))
+    _check_run(reference)
+    if not (1 <= low <= high and target > 0 and tolerance > 0):
+        raise ConfigError(
+            f"cannot match {on} {target:g} within {tolerance:g} by budgets {low}…{high}: the reference "
+            "must have been measured, and the range must not be empty."
+        )
+    bottom, top = low, high
+    budget = (low + high) // 2 if start is None else min(high, max(low, start))
+    tries: list[Try] = []
+    while bottom <= top:
+        result = measure(budget)
+        _check_run(result, reference)
+        tries.append(Try(budget=budget, mean_cache=result.mean_cache, prefill_cache=result.prefill_cache))
+        value = float(getattr(result, on))
+        if abs(value / target - 1) <= tolerance:
+            return Match(
+                budget=budget,
+                on=on,
+                target=reference.mean_cache,
+                target_prefill=reference.prefill_cache,
+                mean_cache=result.mean_cache,
+                prefill_cache=result.prefill_cache,
+                ratio=value / target,
+                tries=tuple(tries),
+            )
+        bottom, top = (budget + 1, top) if value < target else (bottom, budget - 1)
+        # A mean cache follows its budget one to one once evictions run: jump by what is missing, and
+        # every other time halve the range, which always ends.
+        jump = budget + round(target - value)
+        budget = jump if bottom <= jump <= top and len(tries) % 2 else (bottom + top) // 2
+    near = min(tries, key=lambda each: abs(getattr(each, on) - target))
+    raise ConfigError(
+        f"no budget in {low}…{high} brings {on} within {100 * tolerance:g} % of {target:.1f}: the nearest is "
+        f"{near.budget} with {getattr(near, on):.1f}. Widen the range or the tolerance; a policy whose "
+        "answers end before its cache fills up cannot reach a larger mean."
+    )
+
+
+def _check(on: MatchOn) -> MatchOn:
+    if on not in get_args(MatchOn):
+        raise ConfigError(f"cannot match {on!r}: use one of {', '.join(get_args(MatchOn))}.")
+    return on
+
+
+def _check_run(result: Measured, reference: Measured | None = None) -> None:
+    """Refuse runs that would carry knowledge of confirm problems into a choice of budget."""
+    if not isinstance(result, Run):
+        return
+    reasons = []
+    if result.header.split != "dev":
+        reasons.append(
+            f"run {result.header.run!r} is on {result.header.split!r} problems: budgets are matched on dev"
+        )
+    if isinstance(reference, Run):
+        for name in ("task_sha256", "ids_sha256", "draws", "model_sha256", "sampling"):
+            ours, theirs = getattr(result.header, name), getattr(reference.header, name)
+            if ours != theirs:
+                reasons.append(f"{name} is {ours!r} here and {theirs!r} in the reference")
+    if reasons:
+        raise EvidenceError("these runs cannot be matched", reasons)
