@@ -16,9 +16,9 @@ Pool = Literal["none", "avg", "max"]
 # Hides an entry from a softmax; float32 keeps it finite when logits are added to it.
 _LOW = -1e30
 
-# Probabilities that exist at a time. On a CPU a few megabytes: the allocator hands larger blocks back to
+# Probabilities that exist at a time. On a CPU a megabyte: the allocator hands larger blocks back to
 # the system, and fetching their pages anew each time costs as much as the attention itself.
-_LARGEST_ON_CPU, _LARGEST = 1 << 20, 1 << 25
+_LARGEST_ON_CPU, _LARGEST = 1 << 18, 1 << 25
 
 
 def window_attention(
