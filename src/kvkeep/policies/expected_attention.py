@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvkeep.core.traits import Traits
 from kvkeep.core.view import LayerView
 from kvkeep.policies.ranked import RankedPolicy
 from kvkeep.scoring.expected_attention import expected_attention
+from kvkeep.scoring.lengths import lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,4 +91,4 @@ class ExpectedAttention(RankedPolicy):
         shares = shares + self.epsilon
         if not self.use_value_norm:
             return shares
-        return shares * torch.linalg.vector_norm(view.values, dim=-1, dtype=torch.float32)
+        return shares * lengths(view.values)

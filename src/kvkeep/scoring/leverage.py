@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.core.random import RandomStream
+from kvkeep.scoring.lengths import lengths
 
 Leverage = Literal["kv_product", "kv_average", "key", "value"]
 LEVERAGES: tuple[str, ...] = ("kv_product", "kv_average", "key", "value")
@@ -43,7 +44,7 @@ def squared_norms(vectors: Tensor, projection: Tensor | None = None) -> Tensor:
     if projection is not None:
         # float32: a long key in float16 would overflow on the way.
         vectors = torch.matmul(vectors.float(), projection[:, None, : vectors.shape[-1]])
-    return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32).square()
+    return lengths(vectors).square()
 
 
 def leverage(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
+
+from kvkeep.scoring.lengths import lengths
 
 Magnitude = Literal["range", "variance", "l2"]
 MAGNITUDES: tuple[str, ...] = ("range", "variance", "l2")
@@ -33,4 +34,4 @@ def value_magnitude(values: Tensor, kind: Magnitude = "range") -> Tensor:
         return values.amax(-1).float() - values.amin(-1).float()
     if kind == "variance":
         return values.float().var(dim=-1)
-    return torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32)
+    return lengths(values)
