@@ -30,7 +30,7 @@ _SHAPE: dict[str, Any] = {
     "initializer_range": 0.25,
     "pad_token_id": PAD,
     "bos_token_id": None,
-    "eos_token_id": None,
+    "eos_token_id": None,  # every generation runs to its full length
     "tie_word_embeddings": False,
 }
 _SLIDING_FULL = ["sliding_attention", "full_attention", "full_attention"]
@@ -176,8 +176,10 @@ def tiny_model(
                 parameter.data += 0.1 * torch.randn_like(parameter)
     if attention is not None:
         model.set_attn_implementation(attention)
-    # No family has an end-of-text token: every generation runs to its full length.
-    return model.to(dtype).eval()
+    # Weights alone, as from_pretrained does it: rotary frequencies stay float32.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
 
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:

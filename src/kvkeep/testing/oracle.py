@@ -155,7 +155,7 @@ def oracle_gap(
     >>> model = tiny_model("llama", dtype=torch.float64)
     >>> gap = oracle_gap(model, kvkeep.VaSEAttnV(budget=24, buffer=8))
     >>> gap.largest < 1e-9, gap.evictions
-    (True, 4)
+    (True, 3)
     """
     ids, mask = left_padded(tuple(prompts), seed=seed)
     prompt = ids.shape[1]
