@@ -1,0 +1,58 @@
+# Every target sets up what it needs; `make` alone lists them.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format lint types layers docs clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Two cores that are shared: spinning threads would wait for each other most of the time.
+export OMP_WAIT_POLICY ?= PASSIVE
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
+
+setup: $(READY)  ## Make .venv with pinned versions, and fetch the small model of demo and tests
+
+$(READY): pyproject.toml constraints/dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit("kvkeep needs Python 3.11 or later; say which with: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints/dev.txt pip
+	$(BIN)/pip install --quiet --constraint constraints/dev.txt torch
+	$(BIN)/pip install --quiet --constraint constraints/dev.txt --editable '.[dev]'
+	$(BIN)/kvkeep demo --model-only
+	@touch $@
+
+demo: $(READY)  ## Answer a question about a long text in a quarter of the memory
+	@$(BIN)/kvkeep demo
+
+test: $(READY)  ## Run every check: format, lint, types, layers, generated pages, all tests
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+
+check: test  ## The same as test
+
+format: $(READY)  ## Rewrite the code in the house style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)  ## Style only
+	$(BIN)/ruff format --check . && $(BIN)/ruff check .
+
+types: $(READY)  ## Types only
+	$(BIN)/mypy
+
+layers: $(READY)  ## Import layers only
+	PYTHONPATH=src $(BIN)/lint-imports
+
+docs: $(READY)  ## Write the generated pages
+	$(BIN)/python scripts/build_docs.py
+
+clean:  ## Remove the virtual environment and all caches (the converted model stays)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
