@@ -92,3 +92,13 @@ def test_without_being_asked_nothing_is_measured_per_row() -> None:
     cache = kvkeep.RetentionCache(tiny_model(), kvkeep.Full())
     with pytest.raises(CacheError, match="trace_rows=True"):
         _ = cache.row_traces
+
+
+def test_reading_a_prompt_of_one_token_is_no_decode_step() -> None:
+    """The same prompt would have another mean alone than in a batch with longer ones."""
+    model = tiny_model()
+    cache = kvkeep.RetentionCache(model, kvkeep.Full(), trace_rows=True)
+    run(cache, model, torch.ones(1, 1, dtype=torch.long), steps=2)
+    assert cache.row_traces[0].steps == cache.trace.steps == 2
+    assert cache.row_traces[0].prefill_entries == 1
+    assert cache.row_traces[0].mean_entries == 2.5

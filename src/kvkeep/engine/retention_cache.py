@@ -190,9 +190,11 @@ class RetentionCache(Cache):
         if last:
             self.evictor.after_model(layers, step)
             lens = np.array([each.stored.lens for each in layers])
-            counter.after_step(lens, decode=step.query_len == 1)
+            # A prompt of a single token is read, not decoded.
+            decode = step.query_len == 1 and not self.rows.reading_prompt
+            counter.after_step(lens, decode=decode)
             if self._row_counter is not None:
-                self._row_counter.after_step(decode=step.query_len == 1)
+                self._row_counter.after_step(decode=decode)
             self.rows.columns += step.query_len
 
     # -- the user's side ------------------------------------------------------------------------
