@@ -131,19 +131,17 @@ def sampling_preset(name: str) -> Sampling:
 class Sampler:
     """Draws the next token of each row.
 
-    The highest sum of logit and Gumbel noise is a draw from the softmax. The noise is a hash of (seed,
-    sequence, step, token), so that a sample is the same in any batch, after a restart, on any machine.
+    The highest sum of logit and Gumbel noise is a draw from the softmax. The noise is a hash of (sequence,
+    step, token), so that a sample is the same in any batch, after a restart, on any machine.
 
     Parameters
     ----------
     sampling
         Temperature, top-p and top-k.
-    seed
-        Seed of the run.
     """
 
-    def __init__(self, sampling: Sampling, seed: int) -> None:
-        self.sampling, self.seed = sampling, seed
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
         self._filters = []
         if sampling.top_k:
             self._filters.append(TopKLogitsWarper(sampling.top_k))
@@ -173,7 +171,7 @@ class Sampler:
         for each in self._filters:
             scores = each(sequence_ids, scores)
         stream = RandomStream.derive(
-            seed=self.seed,
+            seed=0,  # the names of the sequences carry the seed
             sequence_ids=sequence_ids,
             layer=_SAMPLING,
             evictions=torch.full_like(sequence_ids, step),

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 from kvkeep.core.errors import ConfigError
-from kvkeep.evaluation.records import AnswerClass
+from kvkeep.evaluation.records import AnswerClass, SplitPart
+from kvkeep.evaluation.splits import hash_order, part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +87,18 @@ class Task(ABC):
     sampling: ClassVar[str] = "vase"  # name of the default sampling preset
     max_new: int | None = None  # length limit where the preset states none for this task
     grader: ClassVar[str] = "exact"
+    grading_threads: ClassVar[int] = 1
     loop_units: ClassVar[Literal["characters", "tokens"]] = "characters"  # where phrase loops are looked for
 
     @abstractmethod
     def all_problems(self) -> Sequence[Problem]:
         """Every problem, in the order of the data."""
+
+    def problems(self, part: SplitPart = "all", limit: int | None = None) -> list[Problem]:
+        """Problems of one part of the split, in hash order: the first so many are a fair sample."""
+        found = {problem.id: problem for problem in self.all_problems()}
+        chosen = [name for name in hash_order(found) if part in ("all", part_of(name))]
+        return [found[name] for name in chosen[:limit]]
 
     def bind(self, count_tokens: Callable[[str], int]) -> None:  # noqa: B027 (files need no tokenizer)
         """Learn how the model under test counts tokens; generated tasks make their length with it."""

@@ -42,6 +42,7 @@ class LiveCodeBench(Task):
     version: ClassVar[str] = "1"
     template: ClassVar[str] = "chat"
     grader: ClassVar[str] = "code"
+    grading_threads: ClassVar[int] = max(1, (os.cpu_count() or 2) // 2)
     rows_expected: ClassVar[int] = _MEDIUM
 
     def __init__(

@@ -1,0 +1,164 @@
+"""Writing a batch token by token; a sequence that has ended leaves the batch at once.
+
+``model.generate`` goes on until the longest sequence of a batch has ended, which under a policy that
+makes models loop is always the length limit. Here the rest of the batch shrinks, every sequence is handed
+out when it ends, and what it held is measured up to its own end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.engine.generation import cache_argument
+from kvkeep.engine.retention_cache import RetentionCache
+from kvkeep.engine.row_trace import RowTrace
+from kvkeep.evaluation.sampling import Sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """One sequence that has ended.
+
+    Parameters
+    ----------
+    row
+        Its row in the batch that went in.
+    tokens
+        What was written, the end token left out.
+    ended
+        By an end token, not at its length limit.
+    trace
+        Its measured cache.
+    read_seconds, write_seconds
+        Its share of the time that the batch took.
+    """
+
+    row: int
+    tokens: list[int]
+    ended: bool
+    trace: RowTrace
+    read_seconds: float
+    write_seconds: float
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    cache: RetentionCache,
+    ids: Tensor,
+    mask: Tensor,
+    *,
+    limits: Sequence[int],
+    end_tokens: frozenset[int],
+    sampler: Sampler,
+    chunk: int | None = None,
+) -> Iterator[Written]:
+    """Write every sequence of a batch to its end.
+
+    Parameters
+    ----------
+    cache
+        Empty, built with ``trace_rows=True`` and with the sequence ids that decide the random numbers.
+    ids, mask
+        int64 ``[batch, tokens]``, padded on the left.
+    limits
+        Most tokens to write, per row.
+    end_tokens
+        Tokens that end a sequence.
+    sampler
+        Chooses the tokens.
+    chunk
+        Read the prompt so many tokens at a time.
+
+    Yields
+    ------
+    Written
+        As soon as a sequence ends.
+    """
+    clock = _Clock(ids.device)
+    logits = _read(model, cache, ids, mask, chunk)
+    read = clock.lap() / len(ids)
+    rows = list(range(len(ids)))
+    written: list[list[int]] = [[] for _ in rows]
+    lengths = mask.sum(-1)
+    spent = 0.0
+    while True:
+        names = torch.tensor(cache.rows.sequence_ids, device=ids.device)
+        chosen = sampler.choose(logits, names, len(written[rows[0]]))
+        ended = {}
+        for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+            if token not in end_tokens:
+                written[row].append(token)
+            if token in end_tokens or len(written[row]) == limits[row]:
+                ended[place] = token in end_tokens
+        spent += clock.lap() / len(rows)
+        traces = cache.row_traces if ended else []
+        for place, by_itself in ended.items():
+            row = rows[place]
+            yield Written(
+                row=row,
+                tokens=written[row],
+                ended=by_itself,
+                trace=traces[place],
+                read_seconds=read,
+                write_seconds=spent,
+            )
+        clock.lap()  # what the consumer did with the texts is not ours
+        live = [place for place in range(len(rows)) if place not in ended]
+        if not live:
+            return
+        if ended:
+            index = torch.tensor(live, device=ids.device)
+            cache.batch_select_indices(index)
+            rows = [rows[place] for place in live]
+            mask, lengths, chosen = mask[index], lengths[index], chosen[index]
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=-1)
+        logits = _forward(model, cache, chosen[:, None], mask, lengths[:, None])
+        lengths = lengths + 1
+
+
+def _read(
+    model: PreTrainedModel, cache: RetentionCache, ids: Tensor, mask: Tensor, chunk: int | None
+) -> Tensor:
+    """Read the prompt; logits of its last token."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    columns = ids.shape[1]
+    starts = list(range(0, columns, chunk or columns))
+    if len(starts) > 1 and columns - starts[-1] == 1:
+        starts.pop()  # a chunk of one token would pass for a decode step
+    for start, stop in zip(starts, [*starts[1:], columns], strict=True):
+        logits = _forward(model, cache, ids[:, start:stop], mask[:, :stop], positions[:, start:stop])
+    return logits
+
+
+def _forward(
+    model: PreTrainedModel, cache: RetentionCache, ids: Tensor, mask: Tensor, positions: Tensor
+) -> Tensor:
+    options: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
+    return output.logits[:, -1]  # type: ignore[no-any-return]
+
+
+class _Clock:
+    """Seconds between calls; waits for a GPU first, whose work would be billed to the next call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last

@@ -1,0 +1,263 @@
+"""Where texts come from: a protocol, so that a script can stand in for a model, and the real one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvkeep.core.errors import ConfigError
+from kvkeep.core.policy import Policy
+from kvkeep.engine.retention_cache import RetentionCache
+from kvkeep.engine.spec import model_spec
+from kvkeep.evaluation.decoding import Written, decode
+from kvkeep.evaluation.identity import plain, weights_sha256
+from kvkeep.evaluation.prompts import PromptTemplate
+from kvkeep.evaluation.sampling import Sampler, Sampling
+from kvkeep.evaluation.tasks.base import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One text to write.
+
+    Parameters
+    ----------
+    problem
+        What is asked.
+    draw
+        Which of the problem's samples this is, from 0.
+    seed
+        Decides the draw's random numbers, together with the problem's id.
+    """
+
+    problem: Problem
+    draw: int
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Problem and draw."""
+        return self.problem.id, self.draw
+
+    @property
+    def sequence_id(self) -> int:
+        """The sample's name for all random numbers: 63 bits of a hash of problem and seed."""
+        digest = hashlib.sha256(f"{self.seed}\n{self.problem.id}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One text, and what was measured while it was written.
+
+    Parameters
+    ----------
+    job
+        What was asked for.
+    text, tokens
+        The answer, as text and as tokens.
+    ended
+        By itself, not at the length limit.
+    prompt_tokens
+        Tokens of the prompt.
+    steps, mean_cache, peak_cache, prefill_cache, evictions
+        As in :class:`~kvkeep.engine.row_trace.RowTrace`.
+    seconds, write_seconds
+        Its share of the batch's time: all of it, and without reading the prompt.
+    extra
+        Further measurements, JSON-ready.
+    """
+
+    job: Job
+    text: str
+    tokens: Sequence[Any]
+    ended: bool
+    prompt_tokens: int
+    steps: int
+    mean_cache: float
+    peak_cache: float
+    prefill_cache: float
+    evictions: int = 0
+    seconds: float = 0.0
+    write_seconds: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Generator(Protocol):
+    """Writes texts. A text must depend on its own job alone, not on the others of its batch."""
+
+    @property
+    def random(self) -> bool:
+        """Whether two draws of one problem can differ."""
+        ...
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text, as the model counts them."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of a :class:`~kvkeep.evaluation.records.RunHeader` that are the generator's to say."""
+        ...
+
+    def generate(self, jobs: Sequence[Job]) -> Iterator[Completion]:
+        """Write the texts of one batch, each handed out when it is done."""
+        ...
+
+
+class ModelGenerator:
+    """A model of transformers under a policy.
+
+    Parameters
+    ----------
+    model, tokenizer
+        A causal language model and its tokenizer.
+    name
+        What to call the model in the run's header.
+    policy
+        What to keep; its budget must be a count.
+    template
+        How a question becomes a prompt.
+    sampling
+        How tokens are drawn, and length limits.
+    calibration
+        For policies that need it.
+    prefill_chunk
+        Read prompts so many tokens at a time.
+
+    Raises
+    ------
+    ConfigError
+        If the budget is a ratio or a size: what it comes to would depend on the batch.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        policy: Policy,
+        template: PromptTemplate,
+        sampling: Sampling,
+        calibration: Any = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        if policy.bounded and not policy.amount.resolved:
+            raise ConfigError(
+                f"the budget '{policy.amount}' comes to another count in every batch: give a number."
+            )
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.policy, self.template, self.sampling = policy, template, sampling
+        self.calibration, self.prefill_chunk = calibration, prefill_chunk
+        self._spec = model_spec(model.config)
+        self._end_tokens = end_tokens(model, tokenizer)
+
+    @property
+    def random(self) -> bool:
+        return not self.sampling.greedy or self.policy.traits.random
+
+    def count_tokens(self, text: str) -> int:
+        return len(self._encode(text))
+
+    def facts(self) -> dict[str, Any]:
+        amount = self.policy.amount
+        budget = {"entries": amount.entries, "prompt": amount.prompt} if self.policy.bounded else {}
+        return {
+            "policy": self.policy.name,
+            "policy_options": plain(self.policy.options()),
+            "budget": budget,
+            "model": self.name,
+            "model_sha256": weights_sha256(self.model),
+            "prompt_sha256": self.template.fingerprint(self.tokenizer),
+            "sampling": self.sampling.as_dict(),
+            "extra": {
+                "prompt": self.template.name,
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "prefill_chunk": self.prefill_chunk,
+                "draws_differ_by": "sampling" if not self.sampling.greedy else "policy",
+            },
+        }
+
+    def generate(self, jobs: Sequence[Job]) -> Iterator[Completion]:
+        prompts = [self._encode(self.template.render(job.problem.question, self.tokenizer)) for job in jobs]
+        limits = [self.sampling.new_tokens(len(prompt), self._spec.max_positions) for prompt in prompts]
+        device = self.model.device
+        ids, mask = (tensor.to(device) for tensor in pad_left(prompts, self._padding()))
+        cache = RetentionCache(
+            self.model,
+            self.policy,
+            sequence_ids=[job.sequence_id for job in jobs],
+            calibration=self.calibration,
+            trace_rows=True,
+        )
+        for written in decode(
+            self.model,
+            cache,
+            ids,
+            mask,
+            limits=limits,
+            end_tokens=self._end_tokens,
+            sampler=Sampler(self.sampling),
+            chunk=self.prefill_chunk,
+        ):
+            job, prompt = jobs[written.row], prompts[written.row]
+            yield self._completion(job, len(prompt), written, cache, len(jobs))
+
+    def _completion(
+        self, job: Job, prompt_tokens: int, written: Written, cache: RetentionCache, rows: int
+    ) -> Completion:
+        trace = written.trace
+        return Completion(
+            job=job,
+            text=self.tokenizer.decode(written.tokens, skip_special_tokens=True),
+            tokens=written.tokens,
+            ended=written.ended,
+            prompt_tokens=prompt_tokens,
+            steps=trace.steps,
+            mean_cache=trace.mean_entries,
+            peak_cache=trace.peak_entries,
+            prefill_cache=trace.prefill_entries,
+            evictions=trace.evictions,
+            seconds=written.read_seconds + written.write_seconds,
+            write_seconds=written.write_seconds,
+            extra={"batch": rows, "batch_peak_kv_bytes": cache.trace.peak_kv_bytes},
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        # A chat template writes the special tokens itself.
+        return list(self.tokenizer(text, add_special_tokens=not self.template.chat)["input_ids"])
+
+    def _padding(self) -> int:
+        padding = self.tokenizer.pad_token_id
+        return int(padding if padding is not None else next(iter(self._end_tokens), 0))
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends a text: those of the generation config and the tokenizer's own."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None)
+
+
+def pad_left(prompts: Sequence[Sequence[int]], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask ``[batch, longest]``, padded on the left.
+
+    Raises
+    ------
+    ConfigError
+        If a prompt is empty.
+    """
+    if not all(prompts):
+        raise ConfigError("a prompt is empty: give at least one token of text.")
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), longest), padding)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask
