@@ -212,7 +212,7 @@ class RetentionLayer(CacheLayerMixin):
         pending
             Tokens that are stored already but whose queries are not recorded yet.
         in_line
-            Each of these queries has its token stored, one after the other: no padding, nothing cropped.
+            Each of these queries has its token stored, one after the other: no padding.
         """
         if self.ring is None or not self.unsummed:
             return
@@ -220,16 +220,29 @@ class RetentionLayer(CacheLayerMixin):
         count, self.unsummed = self.unsummed, 0
         self._add_attention(queries[:, :, -count:], positions[:, -count:], pending=pending, in_line=in_line)
 
-    def _add_attention(self, queries: Tensor, positions: Tensor, *, pending: int = 0, in_line: bool) -> None:
+    def _add_attention(
+        self, queries: Tensor, positions: Tensor, *, pending: int = 0, in_line: bool, factor: float = 1.0
+    ) -> None:
         store = self.stored
         in_line = in_line and store.even
         entries = store.longest - pending if in_line else store.longest
         sums, keys = store.extras["attention_sum"][:, :, :entries], store.keys[:, :, :entries]
         if in_line:
-            sums += attention_received(queries, positions, keys)
+            sums += factor * attention_received(queries, positions, keys)
         else:
             where = store.positions[:, :, :entries]
-            sums += attention_received(queries, positions, keys, where, store.valid(entries))
+            sums += factor * attention_received(queries, positions, keys, where, store.valid(entries))
+
+    def _take_back_attention(self, removed: int) -> None:
+        """Subtract what the newest ``removed`` queries have added already, as far as they are recorded."""
+        summed = removed - self.unsummed
+        self.unsummed = max(0, self.unsummed - removed)
+        if self.ring is None or not self.cache.traits.attention_sum or summed <= 0:
+            return
+        queries, positions = self.ring.ordered()
+        start = self.ring.window - removed
+        part = slice(max(0, start), max(0, start + summed))
+        self._add_attention(queries[:, :, part], positions[:, part], in_line=False, factor=-1.0)
 
     # -- eviction -------------------------------------------------------------------------------
 
@@ -264,7 +277,7 @@ class RetentionLayer(CacheLayerMixin):
         """Forget the newest ``removed`` entries; the sequences are now ``seq_lens`` long."""
         if self.store is None:
             return
-        self.store.truncate([stored - removed for stored in self.store.lens])
         if self.ring is not None:
-            self.ring.forget_from(seq_lens)
-            self.sum_attention(in_line=False)
+            self._take_back_attention(removed)
+            self.ring.forget(removed, seq_lens)
+        self.store.truncate([stored - removed for stored in self.store.lens])

@@ -58,10 +58,12 @@ class QueryRing:
             torch.cat([self.positions[:, self.head :], self.positions[:, : self.head]], dim=1),
         )
 
-    def forget_from(self, lens: Sequence[int]) -> None:
-        """Invalidate queries at or behind each row's length (after a crop)."""
+    def forget(self, removed: int, lens: Sequence[int]) -> None:
+        """Invalidate the newest ``removed`` queries: those at or behind each row's new length."""
         limit = torch.tensor(list(lens), device=self.positions.device)[:, None]
         self.positions.masked_fill_(self.positions >= limit, -1)
+        # Their slots are the next to be written, so that the valid queries before them stay.
+        self.head = (self.head - removed) % self.window
 
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows ``index``, in that order."""

@@ -166,12 +166,17 @@ class RetentionCache(Cache):
         """The current forward; the first managed layer opens it."""
         if layer.place > 0 and self._step is not None:
             return self._step
+        if self._step is not None:
+            raise CacheError(
+                "an earlier forward stopped half-way, and some layers hold its tokens while others do not: "
+                "start again with an empty cache (cache.reset() empties it)."
+            )
         batch, _, query_len, _ = query.shape
         rows = self.rows
         rows.admit(batch, self._ids)
         if query_len == 1:
             self.evictor.before_token(self.managed_layers)
-        fresh = count_fresh(request, batch, query_len, rows.started)
+        fresh = count_fresh(request, rows.seq_lens, query_len)
         self._step = Step(rows.seq_lens, fresh, query_len, request, query.device)
         rows.advance(fresh, query_len)
         return self._step
@@ -196,6 +201,7 @@ class RetentionCache(Cache):
             if self._row_counter is not None:
                 self._row_counter.after_step(decode=decode)
             self.rows.columns += step.query_len
+            self._step = None
 
     # -- the user's side ------------------------------------------------------------------------
 
@@ -313,12 +319,13 @@ class RetentionCache(Cache):
         removed = -max_length if max_length <= 0 else max(0, self.rows.columns - max_length)
         if removed == 0:
             return
+        lens = self.rows.lens_without(removed)
+        for index, layer in enumerate(self.layers):
+            if index not in self.spec.managed:
+                layer.crop(-removed)  # may refuse, so it comes before anything of ours changes
+        for layer in self.managed_layers:
+            layer.truncate(removed, lens)
         self.rows.crop(removed)
-        for place, layer in enumerate(self.layers):
-            if place in self.spec.managed:
-                layer.truncate(removed, self.rows.seq_lens)
-            else:
-                layer.crop(max_length)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a safetensors file, whole or not at all.

@@ -82,8 +82,8 @@ class Rows:
             if values:
                 setattr(self, name, [values[row] for row in index])
 
-    def crop(self, removed: int) -> None:
-        """Forget the newest ``removed`` tokens of every row.
+    def lens_without(self, removed: int) -> list[int]:
+        """Tokens seen per row, were the newest ``removed`` forgotten.
 
         Raises
         ------
@@ -97,9 +97,13 @@ class Rows:
                 f"{max(self.evicted_at, default=0)} tokens, and what it evicted is gone. Crop less, or "
                 "evict less often (a larger budget or buffer)."
             )
-        self.seq_lens, self.columns = lens, self.columns - removed
+        return lens
+
+    def crop(self, removed: int) -> None:
+        """Forget the newest ``removed`` tokens of every row."""
+        self.seq_lens, self.columns = self.lens_without(removed), self.columns - removed
         if self.reading_prompt:
-            self.prompt_lens = list(lens)
+            self.prompt_lens = list(self.seq_lens)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; ``Rows(**rows.as_dict())`` is equal."""

@@ -87,8 +87,8 @@ class Step:
         return self._masks[key]
 
 
-def count_fresh(request: Any, batch: int, query_len: int, started: bool) -> list[int]:
-    """Read how many new tokens of each row are real.
+def count_fresh(request: Any, seen: Sequence[int], query_len: int) -> list[int]:
+    """Read how many new tokens of each row are real, for rows that have seen so many before.
 
     Only several tokens at once, or a row that has seen nothing yet, can be padding: a plain decode
     step is not read back from the device.
@@ -96,7 +96,8 @@ def count_fresh(request: Any, batch: int, query_len: int, started: bool) -> list
     Raises
     ------
     UnsupportedError
-        If padding stands behind real tokens, or the mask is one that kvkeep cannot reproduce.
+        If padding stands behind real tokens, the mask hides tokens that are stored already, or it is one
+        that kvkeep cannot reproduce.
     """
     padding = getattr(request, "padding", None)
     if isinstance(request, Tensor):
@@ -106,10 +107,10 @@ def count_fresh(request: Any, batch: int, query_len: int, started: bool) -> list
                 ["it is a custom 4-D mask: stored entries no longer line up with its columns"],
             )
         padding = request.bool()
-    if padding is None or (query_len == 1 and started):
-        return [query_len] * batch
+    if padding is None or (query_len == 1 and all(seen)):
+        return [query_len] * len(seen)
     new = padding[:, -query_len:]
-    counts = [int(count) for count in new.sum(-1).tolist()]
+    counts, earlier = torch.stack([new.sum(-1), padding[:, :-query_len].sum(-1)]).tolist()
     suffix = torch.arange(query_len, device=new.device) >= query_len - new.sum(-1, keepdim=True)
     if not torch.equal(suffix, new):
         raise UnsupportedError(
@@ -119,4 +120,13 @@ def count_fresh(request: Any, batch: int, query_len: int, started: bool) -> list
                 "(tokenizer.padding_side = 'left')"
             ],
         )
-    return counts
+    for row, (stored, shown) in enumerate(zip(seen, earlier, strict=True)):
+        if stored != shown:
+            raise UnsupportedError(
+                "this attention mask",
+                [
+                    f"row {row}: {stored} tokens were stored, and the mask now shows {shown}: what is "
+                    "stored cannot be hidden later (generate each row alone, or crop the cache)"
+                ],
+            )
+    return [int(count) for count in counts]
