@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkeep.evaluation.records import RunHeader, SampleRecord
+from kvkeep.evaluation.records import Run, RunHeader, SampleRecord
+from kvkeep.evaluation.splits import ids_sha256, part_of
 
 
 def sample(id: str, draw: int, correct: bool, **changes: Any) -> SampleRecord:
@@ -47,3 +48,26 @@ def header(**changes: Any) -> RunHeader:
         "versions": {"kvkeep": "0.1"},
     }
     return RunHeader(**{**facts, **changes})
+
+
+def names(part: str, count: int) -> list[str]:
+    """The first so many ids of a made-up task that belong to a part."""
+    chosen = (f"q/{number}" for number in range(10 * count))
+    return [name for name in chosen if part_of(name) == part][:count]
+
+
+def run(correct: dict[str, list[bool]], *, mean_cache: float = 100.0, **changes: Any) -> Run:
+    """A complete run: what was correct, draw by draw, for each problem."""
+    draws = max(len(each) for each in correct.values())
+    top: dict[str, Any] = {
+        "ids_sha256": ids_sha256(correct),
+        "problems": len(correct),
+        "draws": draws,
+        "seeds": tuple(range(draws)),
+    }
+    samples = tuple(
+        sample(id, draw, right, mean_cache=mean_cache)
+        for id, draws in correct.items()
+        for draw, right in enumerate(draws)
+    )
+    return Run(header=header(**{**top, **changes}), samples=samples)

@@ -45,8 +45,8 @@ def expected_cache(policy: Policy, *, prompt: int, steps: int) -> ExpectedCache:
     policy
         Its budget, buffer and triggers are all that matters.
     prompt, steps
-        Tokens of the prompt (two or more: a single one is read as a decode step), and decode steps
-        after it: one fewer than new tokens, because the first one is chosen when the prompt is read.
+        Tokens of the prompt, and decode steps after it: one fewer than new tokens, because the first
+        one is chosen when the prompt is read.
 
     Raises
     ------

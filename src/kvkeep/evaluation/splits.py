@@ -11,11 +11,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from kvkeep.core.errors import ConfigError
 
-RULE = "md5-mod5"
+RULE: Final = "md5-mod5"
 
 
 def _digest(problem: str) -> int:

@@ -1,0 +1,286 @@
+"""What will be tested, written down and sealed before the held-out problems are touched.
+
+A study is a YAML file. Freezing writes the hash of its content beside it; from then on only its list of
+deviations may grow. The program, not the author, names the outcome afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from kvkeep.core.errors import ConfigError, DataFileError, EvidenceError, MissingExtraError
+from kvkeep.core.files import atomic_path
+from kvkeep.evaluation.extras import need
+from kvkeep.evaluation.splits import RULE
+from kvkeep.evaluation.statistics.correction import Correction
+from kvkeep.evaluation.statistics.decision import BRANCHES
+from kvkeep.evaluation.statistics.paired import Test
+
+try:
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+except ImportError as error:
+    raise MissingExtraError("pydantic", "eval", "a pre-registration") from error
+
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Some = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Hypothesis(_Part):
+    """A sentence that can turn out wrong."""
+
+    id: str
+    text: str
+
+
+class TaskPlan(_Part):
+    """The problems: by hash, held out, with their grader."""
+
+    name: str
+    version: str
+    sha256: Hash
+    part: Literal["confirm"]
+    ids_sha256: Hash
+    problems: Some
+    grader: str
+    grader_version: str
+    split: Literal["md5-mod5"] = RULE
+
+
+class ModelPlan(_Part):
+    """A model: by the hash of its weights."""
+
+    name: str
+    sha256: Hash
+
+
+class Arm(_Part):
+    """A policy as the command line names it, with options; ``seeds`` only where the arms differ in them."""
+
+    policy: str
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    prompt: Literal["counts", "kept"] = "counts"
+    seeds: tuple[int, ...] | None = None
+
+
+class Arms(_Part):
+    """Who is compared with whom."""
+
+    baseline: Arm
+    challenger: Arm
+
+
+class Cell(_Part):
+    """One comparison: a task, a model, and the budgets of the arms, matched on dev problems."""
+
+    task: str
+    model: str
+    baseline: Some | None = None
+    challenger: Some | None = None
+    prompt_sha256: Hash
+
+    @property
+    def name(self) -> str:
+        """``"tiny-a/64"``: the model and the budgets, with the task in front of them."""
+        budgets = [str(entries) for entries in dict.fromkeys((self.baseline, self.challenger)) if entries]
+        return f"{self.task}/{self.model}/{'-'.join(budgets) or 'full'}"
+
+
+class Memory(_Part):
+    """How the arms were given equal memory."""
+
+    match: Literal["mean_cache", "prefill_cache"] = "mean_cache"
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02
+
+
+class Analysis(_Part):
+    """The numbers that will be computed, and no others."""
+
+    metric: Literal["accuracy", "score"] = "accuracy"
+    test: Test = "bootstrap"
+    resamples: Annotated[int, Field(ge=1000)] = 10_000
+    seed: int
+    correction: Correction
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+
+
+class Branches(_Part):
+    """What follows: A if a cell is better and none worse, B if nothing is significant, C if any is worse."""
+
+    A: str = BRANCHES["A"]
+    B: str = BRANCHES["B"]
+    C: str = BRANCHES["C"]
+
+
+class DevEvidence(_Part):
+    """What the development problems said, and how the settings were chosen from it."""
+
+    runs: tuple[str, ...] = ()
+    selected: Mapping[str, Any] = Field(default_factory=dict)
+    rule: str = ""
+
+
+class Preregistration(_Part):
+    """A study.
+
+    Parameters
+    ----------
+    study, question, hypotheses
+        What is asked.
+    tasks, models, arms, cells
+        What is run: every cell is one comparison of the two arms, and all cells are one family.
+    sampling, draws, seeds
+        How texts are drawn: the settings as in a run's header.
+    memory, analysis
+        How memory is matched, and what is computed.
+    exclusions, stopping
+        Which samples are left out, and when sampling ends.
+    branches
+        What follows from each outcome.
+    dev_evidence
+        Where the settings come from.
+    deviations
+        What was done otherwise, added after freezing; not part of the sealed content.
+    """
+
+    format: Literal[1]
+    study: str
+    question: str
+    hypotheses: Annotated[tuple[Hypothesis, ...], Field(min_length=1)]
+    tasks: Annotated[tuple[TaskPlan, ...], Field(min_length=1)]
+    models: Annotated[tuple[ModelPlan, ...], Field(min_length=1)]
+    arms: Arms
+    cells: Annotated[tuple[Cell, ...], Field(min_length=1)]
+    sampling: Mapping[str, Any]
+    draws: Some
+    seeds: tuple[int, ...]
+    memory: Memory = Memory()
+    analysis: Analysis
+    exclusions: str = "none: a sample that crashed is run again with its seed"
+    stopping: str = "all samples of all cells; no interim look"
+    branches: Branches = Branches()
+    dev_evidence: DevEvidence = DevEvidence()
+    deviations: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        problems = []
+        for cell in self.cells:
+            if cell.task not in {task.name for task in self.tasks}:
+                problems.append(f"cell {cell.name} names task {cell.task!r}, which is not under tasks")
+            if cell.model not in {model.name for model in self.models}:
+                problems.append(f"cell {cell.name} names model {cell.model!r}, which is not under models")
+        for what, names in (
+            ("cells", [cell.name for cell in self.cells]),
+            ("tasks", [task.name for task in self.tasks]),
+            ("models", [model.name for model in self.models]),
+        ):
+            if len(set(names)) < len(names):
+                problems.append(f"two {what} have the same name")
+        for seeds in (self.seeds, self.arms.baseline.seeds, self.arms.challenger.seeds):
+            if seeds is not None and len(set(seeds)) != self.draws:
+                problems.append(f"{self.draws} draws need {self.draws} different seeds, not {list(seeds)}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the content, deviations excepted: comments, order of keys and spacing do not matter."""
+        content = self.model_dump(mode="json", exclude={"deviations"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def load(path: str | Path) -> Preregistration:
+    """Read a study, frozen or not.
+
+    Raises
+    ------
+    DataFileError
+        If there is no such file.
+    ConfigError
+        If it is not YAML, or fields are missing, unknown or out of range: all of them are named.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise DataFileError(f"there is no pre-registration at {source}.")
+    yaml = need("yaml", extra="eval", purpose="a pre-registration")
+    try:
+        content = yaml.safe_load(source.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}.") from error
+    try:
+        return Preregistration.model_validate(content)
+    except ValidationError as error:
+        found = [
+            f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors()
+        ]
+        raise ConfigError(f"{source} is no pre-registration: {'; '.join(found)}.") from error
+
+
+def lock_path(path: str | Path) -> Path:
+    """Where the seal of a study lies: beside it, with ``.lock`` added to the name."""
+    return Path(f"{path}.lock")
+
+
+def freeze(path: str | Path) -> str:
+    """Seal a study and return the hash of its content. Sealing it again changes nothing.
+
+    Raises
+    ------
+    EvidenceError
+        If it was frozen with another content, or has deviations before there is anything to deviate from.
+    """
+    study, lock = load(path), lock_path(path)
+    if lock.exists():
+        load_frozen(path)
+        return study.sha256
+    if study.deviations:
+        raise EvidenceError(
+            f"{path} cannot be frozen", ["it lists deviations: write the plan itself instead"]
+        )
+    seal = {
+        "study": study.study,
+        "sha256": study.sha256,
+        "frozen": datetime.now(UTC).isoformat("T", "seconds"),
+    }
+    with atomic_path(lock) as temporary:
+        temporary.write_text(json.dumps(seal, indent=2) + "\n", encoding="utf-8")
+    return study.sha256
+
+
+def load_frozen(path: str | Path) -> Preregistration:
+    """Read a study and check that it is what was sealed.
+
+    Raises
+    ------
+    EvidenceError
+        If it was never frozen, or was changed afterwards.
+    """
+    study, lock = load(path), lock_path(path)
+    if not lock.is_file():
+        raise EvidenceError(
+            f"{path} is not frozen", [f"there is no {lock.name} beside it: freeze it before the first run"]
+        )
+    try:
+        sealed = str(json.loads(lock.read_text(encoding="utf-8"))["sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataFileError(f"{lock} is damaged: restore it from where the study was published.") from error
+    if sealed != study.sha256:
+        raise EvidenceError(
+            f"{path} was changed after it was frozen",
+            [
+                f"its content hashes to {study.sha256[:12]}…, the seal says {sealed[:12]}…",
+                "restore it, and write what you did otherwise under deviations",
+            ],
+        )
+    return study

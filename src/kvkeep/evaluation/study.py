@@ -1,0 +1,220 @@
+"""Families of comparisons: an exploration against one baseline, or the confirmation of a frozen study."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvkeep.core.budget import Budget
+from kvkeep.core.errors import ConfigError, EvidenceError
+from kvkeep.evaluation.comparability import cache_reasons, dev_reasons, sample_reasons, setting_reasons
+from kvkeep.evaluation.comparison import Comparison, compare, measure
+from kvkeep.evaluation.identity import plain
+from kvkeep.evaluation.records import Run, RunHeader
+from kvkeep.evaluation.statistics.correction import Correction
+from kvkeep.evaluation.statistics.decision import Decision, decide
+from kvkeep.policies.compose import policy
+
+if TYPE_CHECKING:
+    from kvkeep.evaluation.preregistration import Cell, Preregistration
+
+ArmName = Literal["baseline", "challenger"]
+_ARMS: tuple[ArmName, ArmName] = ("baseline", "challenger")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Several comparisons and what they amount to together.
+
+    Parameters
+    ----------
+    comparisons
+        By cell.
+    decision
+        Corrected for their number.
+    preregistration
+        Hash of the frozen study; ``None`` for an exploration, which confirms nothing.
+    deviations
+        What was done otherwise than registered.
+    """
+
+    comparisons: Mapping[str, Comparison]
+    decision: Decision
+    preregistration: str | None = None
+    deviations: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def explore(
+    baseline: Run,
+    challengers: Sequence[Run],
+    *,
+    correction: Correction = "holm",
+    alpha: float = 0.05,
+    **settings: Any,
+) -> Family:
+    """Compare runs with one baseline, corrected for their number.
+
+    Parameters
+    ----------
+    settings
+        Those of :func:`~kvkeep.evaluation.comparison.compare`.
+
+    Raises
+    ------
+    EvidenceError
+        If a run cannot be compared.
+    ConfigError
+        If there is no challenger, or two of them have one name.
+    """
+    names = [run.header.run for run in challengers]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"runs {names} to compare: give at least one, each with its own name.")
+    comparisons = {
+        run.header.run: compare(baseline, run, cells=len(challengers), **settings) for run in challengers
+    }
+    decision = decide(
+        {name: each.difference for name, each in comparisons.items()}, correction=correction, alpha=alpha
+    )
+    return Family(comparisons=comparisons, decision=decision)
+
+
+def confirm(study: Preregistration, runs: Collection[Run]) -> Family:
+    """Test a frozen study on the held-out problems.
+
+    Parameters
+    ----------
+    study
+        From :func:`~kvkeep.evaluation.preregistration.load_frozen`, which checks the seal.
+    runs
+        One run per cell and arm, in any order; each header carries the hash of the study.
+
+    Raises
+    ------
+    EvidenceError
+        With every reason why the runs do not carry out the study: another task, split, prompt, sampling,
+        grader, model, policy or budget than registered; missing or doubled samples; dev problems; runs
+        that are missing or too many.
+    """
+    reasons: list[str] = []
+    placed: dict[tuple[str, ArmName], Run] = {}
+    for run in runs:
+        reasons += [*sample_reasons(run), *dev_reasons(run)]
+        if run.header.preregistration != study.sha256:
+            reasons.append(
+                f"run {run.header.run!r} was not made under this study: its header says "
+                f"{run.header.preregistration!r}"
+            )
+        found, problems = locate(study, run.header)
+        reasons += problems
+        if found is None:
+            continue
+        place = (found[0].name, found[1])
+        if place in placed:
+            reasons.append(
+                f"runs {placed[place].header.run!r} and {run.header.run!r} are both {' '.join(place)}"
+            )
+        placed[place] = run
+    pairs: dict[str, tuple[Run, Run]] = {}
+    for cell in study.cells:
+        missing = [arm for arm in _ARMS if (cell.name, arm) not in placed]
+        reasons += [f"there is no run of {cell.name}, {arm}" for arm in missing]
+        if not missing:
+            pairs[cell.name] = placed[cell.name, "baseline"], placed[cell.name, "challenger"]
+            reasons += setting_reasons(*pairs[cell.name], _registered_differences(study))
+    if reasons:
+        raise EvidenceError(f"study {study.study!r} cannot be confirmed with these runs", reasons)
+    analysis, comparisons = study.analysis, {}
+    for name, pair in pairs.items():
+        # A budget is never tuned on held-out problems: what they measure is reported as it is.
+        notes = cache_reasons(*pair, on=study.memory.match, tolerance=study.memory.tolerance)
+        comparisons[name] = measure(
+            *pair,
+            metric=analysis.metric,
+            test=analysis.test,
+            resamples=analysis.resamples,
+            seed=analysis.seed,
+            cells=len(study.cells),
+            notes=[note.partition(": find a budget")[0] for note in notes],
+        )
+    decision = decide(
+        {name: each.difference for name, each in comparisons.items()},
+        correction=analysis.correction,
+        alpha=analysis.alpha,
+        branches=study.branches.model_dump(),
+    )
+    return Family(
+        comparisons=comparisons,
+        decision=decision,
+        preregistration=study.sha256,
+        deviations=study.deviations,
+    )
+
+
+def _registered_differences(study: Preregistration) -> tuple[str, ...]:
+    arms = study.arms
+    return ("seeds",) if arms.baseline.seeds != arms.challenger.seeds else ()
+
+
+def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmName] | None, list[str]]:
+    """Where a run belongs in a study, and what in it is not as registered.
+
+    A runner asks before it touches a held-out problem; :func:`confirm` asks again.
+
+    Returns
+    -------
+    tuple
+        Cell and arm (``None`` if there is no such place), and the reasons against the run.
+    """
+    name = f"run {header.run!r}"
+    task = next((each for each in study.tasks if each.name == header.task), None)
+    if task is None:
+        return None, [f"{name} is on task {header.task!r}, which the study does not name"]
+    registered = {
+        "task_version": task.version,
+        "task_sha256": task.sha256,
+        "split": task.part,
+        "split_rule": task.split,
+        "ids_sha256": task.ids_sha256,
+        "problems": task.problems,
+        "grader": task.grader,
+        "grader_version": task.grader_version,
+        "sampling": dict(study.sampling),
+        "draws": study.draws,
+    }
+    reasons = [
+        f"{name}: {field} is {getattr(header, field)!r} and was registered as {value!r}"
+        for field, value in registered.items()
+        if getattr(header, field) != value
+    ]
+    found: tuple[Cell, ArmName] | None = None
+    for cell in study.cells:
+        model = next(each for each in study.models if each.name == cell.model)
+        if (cell.task, model.name, model.sha256) != (header.task, header.model, header.model_sha256):
+            continue
+        for arm in _ARMS:
+            if found is None and _is_arm(study, cell, arm, header):
+                found = (cell, arm)
+    if found is None:
+        reasons.append(
+            f"{name}: no cell has model {header.model!r} with these weights, policy {header.policy!r} with "
+            f"these options, budget {dict(header.budget)} and seeds {list(header.seeds)}"
+        )
+    elif found[0].prompt_sha256 != header.prompt_sha256:
+        reasons.append(f"{name}: prompt_sha256 is {header.prompt_sha256!r}, not as registered")
+    return found, reasons
+
+
+def _is_arm(study: Preregistration, cell: Cell, arm: ArmName, header: RunHeader) -> bool:
+    plan, entries = getattr(study.arms, arm), getattr(cell, arm)
+    budget = {} if entries is None else {"budget": Budget(entries=entries, prompt=plan.prompt)}
+    registered = policy(plan.policy, **{**plan.options, **budget})
+    return (
+        registered.name == header.policy
+        and plain(registered.options()) == plain(header.policy_options)
+        and tuple(header.seeds) == (plan.seeds or study.seeds)
+    )

@@ -1,0 +1,117 @@
+"""Confirming a frozen study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvkeep
+from kvkeep.core.errors import EvidenceError
+from kvkeep.evaluation.identity import plain
+from kvkeep.evaluation.preregistration import Preregistration, freeze, load_frozen
+from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.study import confirm, locate
+from tests.evaluation.runs import names
+from tests.evaluation.studies import IDS, plan, study_run, write
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Preregistration:
+    path = write(tmp_path, plan())
+    freeze(path)
+    return load_frozen(path)
+
+
+def four(study: Preregistration, **changes: Any) -> list[Run]:
+    """All runs; ``changes`` go to the challenger at 32."""
+    return [
+        study_run("challenger", 64, 2, study.sha256),
+        study_run("baseline", 32, 4, study.sha256),
+        study_run("baseline", 64, 2, study.sha256),
+        study_run("challenger", 32, 1, study.sha256, **changes),
+    ]
+
+
+def reasons(study: Preregistration, runs: list[Run]) -> str:
+    with pytest.raises(EvidenceError) as refused:
+        confirm(study, runs)
+    return "\n".join(refused.value.reasons)
+
+
+def test_runs_find_their_place_and_the_program_decides(study: Preregistration) -> None:
+    """The outcome is read off, not argued about."""
+    family = confirm(study, four(study))
+    assert list(family.comparisons) == ["sums/tiny/32", "sums/tiny/64"]
+    assert family.comparisons["sums/tiny/32"].difference.estimate == pytest.approx(0.75)
+    assert family.comparisons["sums/tiny/64"].difference.p == 1.0
+    assert family.decision.sentence == (
+        "Branch A: 1 of 2 cells better and 0 worse after Bonferroni correction at 0.05: "
+        "sums/tiny/32 +75.00 pp (p = 0.0040). What follows: claim it."
+    )
+    assert family.preregistration == study.sha256
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"task_sha256": "d" * 64}, "task_sha256 is"),
+        ({"sampling": {"preset": "vase", "temperature": 0.7}}, "registered as {'preset'"),
+        ({"grader_version": "2"}, "grader_version is '2'"),
+        ({"split": "dev"}, "split is 'dev'"),
+        ({"prompt_sha256": "d" * 64}, "prompt_sha256"),
+        ({"model_sha256": "d" * 64}, "no cell has model"),
+        ({"seeds": (1, 2, 3)}, "seeds [1, 2, 3]"),
+        ({"policy_options": plain(kvkeep.TOVA(budget=33, buffer=8).options())}, "no cell has"),
+        ({"policy_options": plain(kvkeep.TOVA(budget=32, buffer=9).options())}, "no cell has"),
+        ({"preregistration": None}, "was not made under this study"),
+        ({"task": "products"}, "does not name"),
+    ],
+)
+def test_what_was_not_registered_is_refused(
+    study: Preregistration, change: dict[str, Any], reason: str
+) -> None:
+    """A study that tests something else than it announced has announced nothing."""
+    assert reason in reasons(study, four(study, **change))
+
+
+def test_dev_problems_cannot_confirm(study: Preregistration) -> None:
+    """They are what the settings were chosen on."""
+    leaked = {id: [True] * 3 for id in [*IDS[1:], *names("dev", 1)]}
+    text = reasons(study, four(study, solved=leaked))
+    assert "has 1 dev problems (q/" in text
+    assert "ids_sha256" in text
+
+
+def test_missing_and_surplus_runs_are_refused(study: Preregistration) -> None:
+    """A cell left out after a look at it is a result thrown away."""
+    assert "there is no run of sums/tiny/32, challenger" in reasons(study, four(study)[:3])
+    assert "are both sums/tiny/32 challenger" in reasons(study, [*four(study), four(study)[3]])
+    half = Run(header=four(study)[3].header, samples=four(study)[3].samples[:-1])
+    assert "lacks 1 samples" in reasons(study, [*four(study)[:3], half])
+    other = four(study, versions={"kvkeep": "0.2"})
+    assert "versions is" in reasons(study, other)
+
+
+def test_memory_is_printed_as_it_was_measured(study: Preregistration) -> None:
+    """Budgets are matched on dev problems; tuning them again on held-out ones would be tuning."""
+    notes = confirm(study, four(study, mean_cache=110.0)).comparisons["sums/tiny/32"].notes
+    assert any("110.0 in the challenger (+10.0 %, allowed 2 %)" in note for note in notes)
+    assert not any("kvkeep match" in note for note in notes)
+
+
+def test_a_null_twin_differs_in_its_seeds_alone(tmp_path: Path) -> None:
+    """Baseline against itself with other seeds shows how often the whole pipeline finds nothing at all."""
+    content = plan()
+    content["arms"]["challenger"] = {**content["arms"]["baseline"], "seeds": [21, 22, 23]}
+    path = write(tmp_path, content)
+    freeze(path)
+    study = load_frozen(path)
+    first = [study_run("baseline", size, 2, study.sha256) for size in (32, 64)]
+    twins = [
+        study_run("baseline", size, 2, study.sha256, run=f"twin-{size}", seeds=(21, 22, 23))
+        for size in (32, 64)
+    ]
+    assert locate(study, twins[0].header)[0] == (study.cells[0], "challenger")
+    assert confirm(study, [*first, *twins]).decision.branch == "B"
