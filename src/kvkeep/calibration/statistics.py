@@ -42,6 +42,11 @@ class LayerStatistics:
         """
         return self.mean.abs() / self.magnitude.clamp(min=torch.finfo(torch.float32).tiny)
 
+    @property
+    def head_concentration(self) -> Tensor:
+        """float32 ``[heads]`` in [0, 1]: the same for whole heads, pairs weighted by their magnitude."""
+        return self.mean.abs().sum(-1) / self.magnitude.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:

@@ -10,6 +10,10 @@ from torch import Tensor
 from kvkeep.core.view import QueryMoments, Rope
 from kvkeep.scoring.trigonometric import future_turns, pair_channels, unpair_channels
 
+# Elements of the largest intermediate tensor (a copy of the keys per query head) at a time. On a CPU a few
+# megabytes: the allocator hands larger blocks back to the system and fetches their pages anew each time.
+_LARGEST_ON_CPU, _LARGEST = 1 << 19, 1 << 25
+
 
 def mean_rotation(vectors: Tensor, turns: Tensor, rope: Rope) -> Tensor:
     """Multiply the channel pairs of vectors ``[batch, ..., head_dim]`` by ``turns`` ``[batch, pairs]``."""
@@ -57,21 +61,25 @@ def expected_attention(
     Source: Expected Attention, as in kvpress (methods: query mean and covariance, mean rotation).
     """
     keys = keys.float()
-    kv_heads, dim = keys.shape[1], keys.shape[3]
+    batch, kv_heads, entries, dim = keys.shape
     ahead = torch.arange(horizon, device=keys.device)
-    turns = future_turns(seq_lens, ahead, rope, dim // 2).mean(1).to(torch.complex64)
+    turns = future_turns(seq_lens, ahead, rope, dim // 2, mean=True)[:, 0].to(torch.complex64)
     mean = mean_rotation(moments.mean, turns, rope).unflatten(1, (kv_heads, -1))
     covariance = None
     if use_covariance:
         # Turning the channels of a symmetric matrix twice, transposed between, is R Sigma R'.
         halfway = mean_rotation(moments.covariance, turns, rope).transpose(-1, -2)
         covariance = mean_rotation(halfway, turns, rope).unflatten(1, (kv_heads, -1))
-    total = torch.zeros(among.shape, device=keys.device)
-    # One query head of each group at a time: a copy of the keys per head would be the largest tensor.
-    for member in range(mean.shape[2]):
-        logits = (keys @ mean[:, :, member, :, None]).squeeze(-1) / math.sqrt(dim)
+    largest = _LARGEST_ON_CPU if keys.device.type == "cpu" else _LARGEST
+    rows = max(1, largest // (mean.shape[1] * mean.shape[2] * entries * dim))
+    shares = []
+    for first in range(0, batch, rows):
+        part = slice(first, first + rows)
+        logits = mean[part] @ keys[part].transpose(-1, -2) / math.sqrt(dim)
         if covariance is not None:
-            logits += (keys @ covariance[:, :, member] * keys).sum(-1) / (2 * dim)
-        total += logits.masked_fill_(~among, float("-inf")).softmax(-1)
+            turned = keys[part, :, None] @ covariance[part]
+            logits += torch.linalg.vecdot(turned, keys[part, :, None]) / (2 * dim)
+        logits.masked_fill_(~among[part, :, None], float("-inf"))
+        shares.append(logits.softmax(-1).mean(2))
     # A head without any such entry has no softmax (NaN).
-    return (total / mean.shape[2]).masked_fill(~among, 0.0)
+    return torch.cat(shares).masked_fill(~among, 0.0)

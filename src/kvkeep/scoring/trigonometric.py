@@ -40,7 +40,7 @@ def unpair_channels(first: Tensor, second: Tensor, rotary_dim: int) -> Tensor:
     return torch.cat([first[..., :half], second[..., :half], first[..., half:], second[..., half:]], dim=-1)
 
 
-def future_turns(seq_lens: Tensor, offsets: Tensor, rope: Rope, pairs: int) -> Tensor:
+def future_turns(seq_lens: Tensor, offsets: Tensor, rope: Rope, pairs: int, *, mean: bool = False) -> Tensor:
     """Rotation of every pair at some positions ahead of each sequence, scaling included.
 
     Parameters
@@ -51,17 +51,25 @@ def future_turns(seq_lens: Tensor, offsets: Tensor, rope: Rope, pairs: int) -> T
         int64 ``[offsets]``, added to it.
     pairs
         Pairs in all; those that do not turn have rotation 1.
+    mean
+        Average over the offsets; the result has one in their place.
 
     Returns
     -------
     Tensor
         complex128 ``[batch, offsets, pairs]``: float32 would lose the fraction of an angle of 1e5 radians.
     """
-    times = (seq_lens[:, None] + offsets).double()
-    angles = times[..., None] * rope.inv_freq.to(times.device).double()
-    turns = torch.polar(torch.full_like(angles, rope.scaling), angles)
-    still = turns.new_ones(*turns.shape[:2], pairs - angles.shape[-1])
-    return torch.cat([turns, still], dim=-1)
+    frequencies = rope.inv_freq.to(seq_lens.device).double()
+
+    def turns(positions: Tensor, length: float) -> Tensor:
+        angles = positions[:, None].double() * frequencies
+        turning = torch.polar(torch.full_like(angles, length), angles)
+        return torch.cat([turning, turning.new_ones(len(positions), pairs - len(frequencies))], dim=-1)
+
+    ahead = turns(offsets, rope.scaling)
+    if mean:
+        ahead = ahead.mean(0, keepdim=True)
+    return turns(seq_lens, 1.0)[:, None] * ahead
 
 
 def trigonometric(
@@ -124,9 +132,7 @@ def trigonometric(
         return norm_term.reshape(batch, heads, entries)
 
     offsets = 2 ** torch.arange(offset_max.bit_length(), device=keys.device)
-    turns = future_turns(seq_lens, offsets, rope, pairs)
-    if offset_reduce == "mean":
-        turns = turns.mean(1, keepdim=True)
+    turns = future_turns(seq_lens, offsets, rope, pairs, mean=offset_reduce == "mean")
     queries = turns[:, None] * mean[None, :, None]
     plain = unpair_channels(queries.real, queries.imag, rope.rotary_dim).float()
     logits = plain.view(batch, kv_heads, -1, plain.shape[-1]).matmul(keys.transpose(-1, -2))
