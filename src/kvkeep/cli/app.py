@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvkeep import __version__
-from kvkeep.cli import bench, demo, generate, plan, policies
+from kvkeep.cli import bench, calibrate, demo, generate, plan, policies
 from kvkeep.cli.boundary import BoundaryGroup
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.add_typer(policies.app, name="policies")
+app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
