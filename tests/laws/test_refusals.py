@@ -173,12 +173,11 @@ def test_changing_the_attention_after_building_the_cache_is_explained() -> None:
         feed(model, cache, tokens(1, 4), torch.ones(1, 4, dtype=torch.int64), [4])
 
 
-def test_assisted_decoding_is_refused_by_transformers() -> None:
-    """It crops at every step, which an eviction makes impossible; the cache says that it cannot."""
+def test_assisted_decoding_is_refused() -> None:
+    """It reads several tokens at a time and crops: nothing would be evicted, or too much be lost."""
     model = tiny_model("llama")
     cache = kvkeep.RetentionCache(model, POLICY)
-    assert not getattr(cache, "is_croppable", False)
-    with pytest.raises((ValueError, CacheError), match="crop"):
+    with pytest.raises(UnsupportedError, match="draft tokens are taken back"):
         model.generate(
             tokens(1, 10).repeat(1, 2),
             max_new_tokens=20,

@@ -327,6 +327,19 @@ class RetentionCache(Cache):
             layer.truncate(removed, lens)
         self.rows.crop(removed)
 
+    def activate_past_recording(self) -> None:
+        """Called by transformers before assisted decoding, which is refused.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
+        raise UnsupportedError(
+            "assisted decoding with a kvkeep cache",
+            ["draft tokens are taken back at every step, and an eviction cannot be: generate without drafts"],
+        )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a safetensors file, whole or not at all.
 
