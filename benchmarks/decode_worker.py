@@ -105,7 +105,7 @@ def kvpress_arms(model: Any, args: argparse.Namespace) -> tuple[dict[str, Any], 
 
     twice = 2 * args.buffer
     arms = {
-        "full (DynamicCache, old transformers)": StockBlock(model, args, scales),
+        "DynamicCache (old transformers)": StockBlock(model, args, scales),
         f"kvpress DecodingPress(KnormPress, {args.buffer})": PressBlock(
             model, args, scales, lambda: press(kvpress.KnormPress(), args.buffer), args.buffer
         ),

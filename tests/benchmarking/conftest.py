@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedModel
 
-from kvkeep.benchmarking.models import load_model
+from kvkeep.benchmarking.models import random_model
 
 
 @pytest.fixture
 def tiny() -> PreTrainedModel:
     """Two layers, four query heads, two KV heads of eight channels."""
-    return load_model(path=None, shape="tiny")
+    return random_model("tiny")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from kvkeep.cli.bench import app
+from kvkeep.core.errors import ConfigError
 
 TINY = ["--shape", "tiny", "--budget", "32", "--buffer", "16", "--prompt", "8"]
 
@@ -31,3 +32,27 @@ def test_flat_prints_a_table() -> None:
     result = CliRunner().invoke(app, ["flat", *TINY, "--tokens", "64", "--window", "32"])
     assert result.exit_code == 0, result.output
     assert "largest deviation" in result.stdout
+
+
+def test_the_table_fits_a_terminal() -> None:
+    """Twelve columns in eighty characters were unreadable."""
+    small = ["--batch", "1", "--context", "50", "--steps", "16", "--full-steps", "1", "--rounds", "1"]
+    result = CliRunner().invoke(app, ["decode", *TINY, *small])
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout
+    for cell in ("vase-attnv", "DynamicCache", "× best stock", "beside", "× floor"):
+        assert cell in result.stdout
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    """An hour of measurement must not end with an error about a path."""
+    result = CliRunner().invoke(app, ["decode", *TINY, "--out", str(tmp_path), "--rounds", "100000"])
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot write a result" in str(result.exception)
+
+
+def test_flat_takes_one_policy() -> None:
+    """Two policies in one run would share its clock."""
+    result = CliRunner().invoke(app, ["flat", *TINY, "--policy", "vase-dkv,vase-attnv"])
+    assert isinstance(result.exception, ConfigError)
+    assert "names 2 policies" in str(result.exception)

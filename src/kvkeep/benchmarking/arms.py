@@ -111,7 +111,7 @@ class DynamicArm(DecodeArm):
     """The cache that ``generate`` uses unless told otherwise: it grows by concatenation."""
 
     def __init__(self, model: PreTrainedModel, scene: Scene, steps: int, scales: list[LayerScale]) -> None:
-        super().__init__("full (DynamicCache)", model, scene, steps)
+        super().__init__("DynamicCache", model, scene, steps)
         self.scales = scales
 
     def _fill(self) -> None:
@@ -130,9 +130,7 @@ class StaticArm(DecodeArm):
     def __init__(
         self, model: PreTrainedModel, scene: Scene, steps: int, scales: list[LayerScale], compiled: bool
     ) -> None:
-        super().__init__(
-            "full (StaticCache, compiled)" if compiled else "full (StaticCache)", model, scene, steps
-        )
+        super().__init__("StaticCache, compiled" if compiled else "StaticCache", model, scene, steps)
         self.scales, self.compiled = scales, compiled
         if compiled:
             mode = "reduce-overhead" if scene.prompt.is_cuda else None

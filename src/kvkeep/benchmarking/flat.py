@@ -135,6 +135,10 @@ class FlatReport:
             for window in self.windows
         ]
 
+    def tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """Header and rows of the one table."""
+        return [(self.header(), self.rows())]
+
     def footer(self) -> list[str]:
         """The verdict."""
         return [

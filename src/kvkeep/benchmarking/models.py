@@ -1,4 +1,4 @@
-"""Models to measure: one from a folder, or random weights of a known shape."""
+"""Models to measure: random weights of a known shape, a stock twin, and what a step reads of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from kvkeep.core.errors import ConfigError, UnknownNameError
+from kvkeep.core.errors import UnknownNameError
 from kvkeep.engine.attention import restore
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -74,36 +74,29 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def load_model(
-    *, path: str | None, shape: str | None, dtype: str = "float32", device: str = "cpu", seed: int = 0
+def random_model(
+    shape: str, *, dtype: str = "float32", device: str | torch.device = "cpu", seed: int = 0
 ) -> PreTrainedModel:
-    """Load a model, or build one of a given shape with random weights.
+    """Build a model of a given shape with random weights.
 
     Parameters
     ----------
-    path
-        Folder or hub id of a causal language model.
     shape
-        One of :data:`SHAPES`, instead of ``path``.
+        One of :data:`SHAPES`.
     dtype, device
-        Where and how the weights are held.
+        How and where the weights are held.
     seed
-        Of the random weights.
+        Of the weights.
 
     Raises
     ------
-    ConfigError
-        If not exactly one of path and shape is given, or a name is unknown.
+    UnknownNameError
+        If the shape or the dtype is unknown.
     """
-    if (path is None) == (shape is None):
-        raise ConfigError("give a model (a folder or hub id) or a shape, not both and not neither.")
-    if dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
-    if shape is None:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
-        return model.to(device).eval()
     if shape not in SHAPES:
         raise UnknownNameError("shape", shape, SHAPES)
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
     kind, options = SHAPES[shape]
     torch.manual_seed(seed)
     with torch.device(device):  # the weights are drawn where they will live, not copied there

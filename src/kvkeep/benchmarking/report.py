@@ -191,6 +191,18 @@ class DecodeReport:
             for arm in self.arms
         ]
 
+    def tables(self) -> list[tuple[list[str], list[list[str]]]]:
+        """Header and rows of two tables that fit a terminal: speed, and memory."""
+        cells = self.rows()
+        speed, memory = (0, 1, 2, 3, 4, 5), (0, 6, 7, 8, 9, 10, 11)
+        for row, arm in zip(cells, self.arms, strict=True):
+            for place, spread in ((3, arm.ratio_full), (4, arm.ratio_stock)):
+                row[place] = "–" if spread is None else f"{spread.median:.2f}"
+        return [
+            ([self.header()[place] for place in places], [[row[place] for place in places] for row in cells])
+            for places in (speed, memory)
+        ]
+
     def title(self) -> str:
         """One line: model, machine, setting."""
         s, m = self.settings, self.machine

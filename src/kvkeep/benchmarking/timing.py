@@ -140,7 +140,10 @@ def alternate(
         Called with (steps done, steps planned, what runs now).
     """
     timeline = Timeline(blocks={arm.name: [] for arm in arms})
-    warm = {arm.name: arm.steps if getattr(arm, "evicts", False) else warmup_steps for arm in arms}
+    # A static cache has room for its own steps only.
+    warm = {
+        arm.name: arm.steps if getattr(arm, "evicts", False) else min(warmup_steps, arm.steps) for arm in arms
+    }
     planned = sum(warm.values()) + rounds * sum(arm.steps for arm in arms)
     done = 0
 

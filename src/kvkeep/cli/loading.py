@@ -106,7 +106,7 @@ def load_model(source: str, *, dtype: str, attention: str, device: str, threads:
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return Loaded(name=source, model=model.to(_device(device)).eval(), tokenizer=tokenizer)
+    return Loaded(name=source, model=model.to(device_named(device)).eval(), tokenizer=tokenizer)
 
 
 def load_calibration(path: Path | None, loaded: Loaded) -> Any:
@@ -118,7 +118,8 @@ def load_calibration(path: Path | None, loaded: Loaded) -> Any:
     return load(path, loaded.model)
 
 
-def _device(name: str) -> Any:
+def device_named(name: str) -> Any:
+    """The torch device behind a name; ``auto`` is the first GPU, or the CPU."""
     import torch
 
     if name == "auto":
