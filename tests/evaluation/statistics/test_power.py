@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvkeep.core.errors import ConfigError
-from kvkeep.evaluation.statistics.power import Spread, pilot_spread, power, problems_needed
+from kvkeep.evaluation.statistics.power import HARD_AND_EASY, Spread, pilot_spread, power, problems_needed
 from tests.evaluation.statistics.studies import as_problems, draw_arms
 
-BETA = Spread(draw_variance=0.6 * 0.6 / (1.2 * 2.2))  # E p (1 - p) of Beta(0.6, 0.6)
+BETA = HARD_AND_EASY
 
 
 @pytest.mark.parametrize(

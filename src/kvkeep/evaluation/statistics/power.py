@@ -35,6 +35,10 @@ class Spread:
         return math.sqrt((self.effect_variance + 2 * self.draw_variance / draws) / problems)
 
 
+# Without a pilot: difficulties as Beta(0.6, 0.6), many easy and many hard problems, and an even effect.
+HARD_AND_EASY = Spread(draw_variance=0.6 * 0.6 / (1.2 * 2.2))
+
+
 def pilot_spread(baseline: ProblemMeans, challenger: ProblemMeans | None = None) -> Spread:
     """Estimate the spread from a pilot.
 
