@@ -76,12 +76,13 @@ class Progress:
         Samples.
     correct
         Of the samples done.
-    tokens, seconds
-        Written in this session.
+    fresh, tokens, seconds
+        Samples and tokens of this session, and its time.
     """
 
     done: int
     total: int
+    fresh: int
     correct: int
     tokens: int
     seconds: float
@@ -203,7 +204,7 @@ class _Session:
     ) -> None:
         self.task, self.log, self.total, self.on_progress = task, log, total, on_progress
         self.begin = time.perf_counter()
-        self.tokens = 0
+        self.tokens = self.fresh = 0
         self.correct = sum(sample.correct for sample in log.done.values())
         self.graded: deque[tuple[Completion, Future[Grade]]] = deque()
 
@@ -230,12 +231,14 @@ class _Session:
         sample = make_record(self.task, completion, grading.result())
         self.log.append(sample)
         self.tokens += sample.tokens
+        self.fresh += 1
         self.correct += sample.correct
         if self.on_progress is not None:
             self.on_progress(
                 Progress(
                     done=len(self.log.done),
                     total=self.total,
+                    fresh=self.fresh,
                     correct=self.correct,
                     tokens=self.tokens,
                     seconds=time.perf_counter() - self.begin,

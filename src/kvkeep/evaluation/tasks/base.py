@@ -85,6 +85,7 @@ class Task(ABC):
     version: ClassVar[str]
     template: ClassVar[str]  # name of the default prompt template
     sampling: ClassVar[str] = "vase"  # name of the default sampling preset
+    default_model: ClassVar[str] = "demo"
     max_new: int | None = None  # length limit where the preset states none for this task
     grader: ClassVar[str] = "exact"
     grading_threads: ClassVar[int] = 1

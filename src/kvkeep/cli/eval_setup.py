@@ -1,0 +1,125 @@
+"""What the evaluation commands share: task and generator from flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvkeep.core.policy import Policy
+    from kvkeep.evaluation.generator import ModelGenerator
+    from kvkeep.evaluation.sampling import Sampling
+    from kvkeep.evaluation.tasks.base import Task
+
+TaskText = Annotated[
+    str, typer.Option("--task", help="A task, with settings in brackets: 'needle(length=4096)'.")
+]
+TaskModel = Annotated[
+    str | None, typer.Option("--model", help="Folder or hub id of a model [the task's own].")
+]
+Data = Annotated[
+    str | None,
+    typer.Option(help="The task's data file, or a folder that holds it [the folder in KVKEEP_DATA]."),
+]
+Part = Annotated[str, typer.Option("--split", help="dev, confirm or all.")]
+Limit = Annotated[int | None, typer.Option(help="At most so many problems, a fair sample.")]
+Draws = Annotated[int, typer.Option(help="Samples per problem.")]
+BatchSize = Annotated[int, typer.Option(help="Samples written together; results do not depend on it.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        help="Sampling as in a paper: vase, triattention, rkv, trimkv; trace, greedy [the task's own]."
+    ),
+]
+Temperature = Annotated[float | None, typer.Option(help="Overrides the preset; 0 takes the likeliest token.")]
+TopP = Annotated[float | None, typer.Option(help="Overrides the preset.")]
+TopK = Annotated[int | None, typer.Option(help="Overrides the preset; 0 is no limit.")]
+MaxNew = Annotated[int | None, typer.Option(help="Most new tokens per sample [the preset's or task's own].")]
+PromptName = Annotated[
+    str | None,
+    typer.Option("--prompt", help="Prompt template: plain, chat, vase, vase-gsm8k, rkv [the task's own]."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Everything that a process needs to write samples; it can be sent to another machine.
+
+    Parameters
+    ----------
+    task, data
+        As given.
+    model
+        Resolved source, and the name that the header shows.
+    policy
+        What to keep.
+    preset, overrides, prompt
+        Sampling and template by name, and single settings.
+    calibration, prefill_chunk, dtype, attention, device, threads
+        As for ``kvkeep generate``.
+    """
+
+    task: str
+    data: str | None
+    model: str
+    model_name: str
+    policy: Policy
+    preset: str | None = None
+    overrides: tuple[tuple[str, Any], ...] = ()
+    prompt: str | None = None
+    calibration: Path | None = None
+    prefill_chunk: int | None = None
+    dtype: str = "float32"
+    attention: str = "sdpa"
+    device: str = "auto"
+    threads: int | None = None
+
+    def make_task(self) -> Task:
+        """The task."""
+        from kvkeep.evaluation.tasks.registry import make_task
+
+        return make_task(self.task, data=self.data)
+
+    def sampling(self, task: Task) -> Sampling:
+        """The preset with its lengths for the task, and what overrides it."""
+        from kvkeep.evaluation.sampling import sampling_preset
+
+        preset = sampling_preset(self.preset or task.sampling)
+        chosen = preset.for_task(task.name, task.max_new)
+        given = dict(self.overrides)
+        return replace(chosen, **given, preset=f"{chosen.preset} changed") if given else chosen
+
+    def with_budget(self, entries: int) -> Setup:
+        """The same at another budget."""
+        return replace(self, policy=self.policy.with_budget(replace(self.policy.amount, entries=entries)))
+
+
+def make_generator(setup: Setup) -> ModelGenerator:
+    """Load the model."""
+    from kvkeep.cli import loading
+    from kvkeep.evaluation.generator import ModelGenerator
+    from kvkeep.evaluation.prompts import prompt_template
+
+    task = setup.make_task()
+    sampling, template = setup.sampling(task), prompt_template(setup.prompt or task.template)
+    loaded = loading.load_model(
+        setup.model,
+        dtype=setup.dtype,
+        attention=setup.attention,
+        device=setup.device,
+        threads=setup.threads,
+    )
+    return ModelGenerator(
+        loaded.model,
+        loaded.tokenizer,
+        name=setup.model_name,
+        policy=setup.policy,
+        template=template,
+        sampling=sampling,
+        calibration=loading.load_calibration(setup.calibration, loaded),
+        prefill_chunk=setup.prefill_chunk,
+    )

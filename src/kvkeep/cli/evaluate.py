@@ -1,0 +1,256 @@
+"""`kvkeep eval`: run a task under a policy, and log every sample."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvkeep.cli import eval_setup as flags
+from kvkeep.cli import options as opt
+from kvkeep.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvkeep.evaluation.report.summary import Summary
+    from kvkeep.evaluation.runner import Progress
+
+app = typer.Typer(help="Run a task under a policy, and log every sample.", invoke_without_command=True)
+
+# Lines of progress where there is no terminal.
+_NOTE_SECONDS = 30.0
+
+
+@app.callback()
+def evaluate(
+    context: typer.Context,
+    task: flags.TaskText = "trace",
+    policy: opt.PolicyText = "vase-attnv",
+    budget: opt.Entries = None,
+    prompt_mode: opt.PromptMode = "counts",
+    buffer: opt.Buffer = None,
+    option: opt.PolicyOptions = None,
+    calibration: opt.Calibration = None,
+    prefill: opt.Prefill = None,
+    prefill_chunk: opt.PrefillChunk = None,
+    model: flags.TaskModel = None,
+    data: flags.Data = None,
+    split: flags.Part = "dev",
+    limit: flags.Limit = None,
+    draws: flags.Draws = 1,
+    seed: Annotated[int, typer.Option(help="Of the first draw; the next ones count up.")] = 0,
+    batch_size: flags.BatchSize = 16,
+    preset: flags.Preset = None,
+    temperature: flags.Temperature = None,
+    top_p: flags.TopP = None,
+    top_k: flags.TopK = None,
+    max_new_tokens: flags.MaxNew = None,
+    prompt: flags.PromptName = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the log of the run.")] = None,
+    resume: flags.Resume = False,
+    study: Annotated[
+        Path | None, typer.Option(help="Frozen pre-registration that the run belongs to.")
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Spread the samples over a Ray cluster.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Ray workers, one model each [one a GPU].")] = None,
+    threads: opt.Threads = None,
+    dtype: opt.Dtype = "float32",
+    attention: opt.Attention = "sdpa",
+    device: opt.Device = "auto",
+    as_json: opt.AsJson = False,
+) -> None:
+    """Run a task under a policy, and log every sample; `kvkeep eval split TASK` shows the split."""
+    if context.invoked_subcommand is not None:
+        return
+    if out is None:
+        raise ConfigError("name a folder for the run with --out, for example --out runs/first.")
+    amount = opt.make_budget(budget, None, None, prompt_mode)
+    chosen = opt.make_policy(
+        policy, amount, buffer=buffer, prefill=prefill, prefill_chunk=prefill_chunk, options=option
+    )
+    setup = make_setup(
+        task=task,
+        data=data,
+        model=model,
+        policy=chosen,
+        preset=preset,
+        overrides={"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new": max_new_tokens},
+        prompt=prompt,
+        calibration=calibration,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+        attention=attention,
+        device=device,
+        threads=threads,
+    )
+    from kvkeep.cli import report
+    from kvkeep.evaluation import runner
+    from kvkeep.evaluation.report.summary import summarise
+
+    plan = runner.Plan(
+        part=part(split),
+        limit=limit,
+        draws=draws,
+        seed=seed,
+        batch_size=batch_size,
+        preregistration=None if study is None else frozen_hash(study),
+    )
+    with writing(setup, ray=ray, workers=workers) as (generator, batches), progress() as show:
+        run = runner.evaluate(
+            setup.make_task(),
+            generator,
+            out,
+            plan,
+            resume=resume,
+            command=sys.argv,
+            on_progress=show,
+            batches=batches,
+        )
+    summary = summarise(run)
+    if as_json:
+        typer.echo(report.as_json({"out": str(out), **summary.as_dict()}))
+        return
+    show_summary(summary, out)
+
+
+@app.command("split")
+def split_command(
+    task: Annotated[str, typer.Argument(help="A task.")],
+    data: flags.Data = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Show how the problems of a task are parted: counts and hashes of the ids."""
+    from kvkeep.evaluation.splits import split
+    from kvkeep.evaluation.tasks.registry import make_task
+
+    with make_task(task, data=data) as chosen:
+        facts = split([problem.id for problem in chosen.all_problems()]).as_dict()
+    if as_json:
+        typer.echo(json.dumps({"task": task, **facts}, indent=2))
+        return
+    for name in ("dev", "confirm"):
+        found: Any = facts[name]
+        typer.echo(f"{name}: {found['problems']} problems, sha256 of ids {found['ids_sha256']}")
+
+
+def part(name: str) -> Any:
+    """Check the name of a part."""
+    if name not in ("dev", "confirm", "all"):
+        raise ConfigError(f"--split {name!r} is unknown: use dev, confirm or all.")
+    return name
+
+
+def frozen_hash(study: Path) -> str:
+    """Content hash of a frozen pre-registration."""
+    from kvkeep.evaluation.preregistration import load_frozen
+
+    return str(load_frozen(study).sha256)
+
+
+def make_setup(*, task: str, model: str | None, overrides: dict[str, Any], **others: Any) -> flags.Setup:
+    """Resolve names; nothing is loaded yet."""
+    from kvkeep.cli import loading, report
+    from kvkeep.evaluation.tasks.registry import parse, task_class
+
+    name = model or task_class(parse(task)[0]).default_model
+    given = tuple((key, value) for key, value in overrides.items() if value is not None)
+    return flags.Setup(
+        task=task, model=loading.resolve(name, report.note), model_name=name, overrides=given, **others
+    )
+
+
+@contextmanager
+def writing(setup: flags.Setup, *, ray: bool, workers: int | None) -> Iterator[tuple[Any, Any]]:
+    """A generator, and how batches are spread over workers (``None``: one after another)."""
+    from kvkeep.cli import report
+
+    if workers is not None and not ray:
+        raise ConfigError("--workers counts Ray workers: add --ray.")
+    with report.waiting(f"loading {setup.model_name}"):
+        if not ray:
+            local = flags.make_generator(setup)
+    if not ray:
+        yield local, None
+        return
+    from functools import partial
+
+    from kvkeep.evaluation.ray_backend import RayGenerator
+
+    with RayGenerator(partial(flags.make_generator, setup), workers=workers) as spread:
+        yield spread, spread.write
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[Progress], None]]:
+    """Samples done, accuracy so far, rate and time left: a bar on a terminal, else a line now and then."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bar
+
+    if sys.stderr.isatty():
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+            line = bar.add_task("", total=None)
+            yield lambda now: bar.update(line, completed=now.done, total=now.total, description=in_words(now))
+        return
+    last = time.monotonic()
+
+    def note(now: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last > _NOTE_SECONDS:
+            last = time.monotonic()
+            typer.echo(f"{now.done}/{now.total} samples, {in_words(now)}, {time_left(now)} left", err=True)
+
+    yield note
+
+
+def in_words(now: Progress) -> str:
+    """Accuracy and speed."""
+    return f"{100 * now.correct / now.done:.1f} % correct, {now.tokens / max(now.seconds, 1e-9):.0f} tokens/s"
+
+
+def time_left(now: Progress) -> str:
+    """Rough, from this session's rate."""
+    seconds = now.seconds / max(now.fresh, 1) * (now.total - now.done)
+    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.0f} min"
+
+
+def show_summary(summary: Summary, out: Path) -> None:
+    """The result in a few lines."""
+    from kvkeep.core.budget import format_bytes
+
+    score = "" if summary.accuracy is None else f", score {100 * summary.score:.1f} %"
+    counts = [f"{count} {name}" for name, count in summary.outcomes.items() if count]
+    bad = [f"{count} {name}" for name, count in summary.failure_classes.items() if count and name != "ok"]
+    speed = summary.tokens_per_second
+    lines = [
+        f"{summary.task}, {summary.model}, {summary.label}",
+        f"  {summary.accuracy}{score}" if summary.accuracy else f"  score {100 * summary.score:.1f} %",
+        f"  samples: {', '.join(counts)}; texts: {', '.join(bad) or 'all ok'}",
+        f"  cache: mean {summary.mean_cache:.1f}, peak {summary.peak_cache:.1f}, after the prompt "
+        f"{summary.prefill_cache:.1f} entries per head"
+        + (f"; {format_bytes(summary.kv_bytes)} a batch" if summary.kv_bytes else ""),
+        f"  {summary.tokens:.0f} tokens a sample, {100 * summary.at_limit:.1f} % at the length limit"
+        + ("" if speed is None else f", {speed:.0f} tokens/s"),
+        f"  log: {out}",
+    ]
+    for name, share in summary.parts.items():
+        lines.insert(2, f"  {name}: {100 * share:.1f} %")
+    typer.echo("\n".join(lines))

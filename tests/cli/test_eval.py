@@ -1,0 +1,85 @@
+"""`kvkeep eval` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from kvkeep.evaluation.runlog import read_log
+from tests.evaluation.data import DATA, needs_data
+
+Run = Callable[..., Result]
+TASK = ("--task", "needle(length=80, count=6)", "--split", "all", "--max-new-tokens", 8, "--batch-size", 4)
+POLICY = ("--policy", "vase-attnv", "--budget", 24, "--buffer", 8)
+
+
+def facts(result: Result) -> Any:
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_run_is_logged_and_summed_up(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """The command from the README, on a model of noise: every sample is there and was measured."""
+    arguments = ("eval", *TASK, *POLICY, "--model", tiny_folder, "--draws", 2, "--temperature", 1)
+    found = facts(run(*arguments, "--out", tmp_path / "x", "--json"))
+    log = read_log(tmp_path / "x")
+    assert found["samples"] == len(log.run.samples) == 12
+    assert found["draws"] == 2
+    assert log.footer is not None
+    assert found["mean_cache"] == log.run.mean_cache < 40  # prompts are longer than that
+    assert all(sample.prompt_tokens <= 48 for sample in log.run.samples)
+    assert log.run.header.sampling["temperature"] == 1
+    assert log.run.header.sampling["preset"] == "greedy changed"
+    again = run(*arguments, "--out", tmp_path / "x", "--resume")
+    assert again.exit_code == 0, again.stderr
+    assert "avg@2" in again.stdout
+    assert "mean" in again.stdout
+
+
+def test_the_full_cache_needs_no_budget(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """The baseline of every table; it holds the prompt and what was written."""
+    found = facts(
+        run("eval", *TASK, "--policy", "full", "--model", tiny_folder, "--out", tmp_path / "x", "--json")
+    )
+    assert found["budget"] is None
+    assert found["peak_cache"] > 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--task", "needle"), "--out"),
+        (("--task", "nedle", "--out", "x"), "did you mean 'needle'"),
+        (("--task", "needle", "--out", "x", "--split", "test"), "dev, confirm or all"),
+        (("--task", "needle", "--out", "x", "--preset", "vasе"), "sampling preset"),
+        (("--task", "needle", "--out", "x", "--workers", 2), "--ray"),
+        (("--task", "needle", "--out", "x", "--draws", 3), "copies of each other"),
+        (("--task", "needle(count=4)", "--out", "x", "--draws", 0), "draws 0"),
+    ],
+)
+def test_wrong_flags_cost_nothing(
+    run: Run, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, message: str
+) -> None:
+    """A mistake must be told before hours of generation, in one sentence, with exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    result = run("eval", "--policy", "snapkv", "--budget", 128, "--model", tiny_folder, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_data
+def test_the_split_of_math500_is_the_frozen_one(run: Run) -> None:
+    """201 and 299 problems, these and no others: the numbers of a paper can be repeated on them."""
+    found = facts(run("eval", "split", "math500", "--data", DATA, "--json"))
+    assert (found["dev"]["problems"], found["confirm"]["problems"]) == (201, 299)
+    assert found["dev"]["ids_sha256"] == "ef8b26fd453ffb961885d3f29c8e167505246aced55217d2fc7e08ce66cf122a"
+    assert (
+        found["confirm"]["ids_sha256"] == "22e0cbb10c49847f0218befebb550f887cbba85631da58419325b8bb55d1ec38"
+    )

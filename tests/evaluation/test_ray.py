@@ -1,0 +1,90 @@
+"""Runs on a Ray cluster: the same samples, also when workers die."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvkeep.core.errors import ConfigError, KvkeepError
+from kvkeep.evaluation.generator import Job
+from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.runner import Plan, evaluate
+from tests.evaluation.scripted import Script, Sums
+
+ray = pytest.importorskip("ray")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of Ray itself
+]
+
+PLAN = Plan(draws=2, batch_size=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """Two workers on this machine."""
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        logging_level="error",
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
+    )
+    yield
+    ray.shutdown()
+
+
+class DiesOnce:
+    """Ends its process on one sample, the first time that it meets it."""
+
+    def __init__(self, mark: Path, key: tuple[str, int], always: bool = False) -> None:
+        self.mark, self.key, self.always = mark, key, always
+
+    def __call__(self, job: Job) -> None:
+        if job.key == self.key and (self.always or not self.mark.exists()):
+            self.mark.touch()
+            os._exit(1)
+
+
+def spread(place: Path, on_text: DiesOnce | None = None, resume: bool = False) -> Run:
+    from kvkeep.evaluation.ray_backend import RayGenerator
+
+    with RayGenerator(lambda: Script(on_text=on_text), workers=2) as generator:
+        return evaluate(Sums(12), generator, place, PLAN, batches=generator.write, resume=resume)
+
+
+def test_two_workers_write_what_one_process_writes(tmp_path: Path) -> None:
+    """A cluster must change the time a run takes and nothing else."""
+    alone = evaluate(Sums(12), Script(), tmp_path / "alone", PLAN)
+    assert list(spread(tmp_path / "ray").samples) == list(alone.samples)
+
+
+def test_a_dead_worker_costs_nothing(tmp_path: Path) -> None:
+    """Machines of a cluster disappear; their samples must be neither lost nor counted twice."""
+    alone = evaluate(Sums(12), Script(), tmp_path / "alone", PLAN)
+    victim = alone.samples[6].key  # in the middle of a batch: its neighbours were handed out before
+    run = spread(tmp_path / "ray", DiesOnce(tmp_path / "died", victim))
+    assert (tmp_path / "died").exists()
+    assert list(run.samples) == list(alone.samples)
+
+
+def test_a_batch_that_kills_every_worker_ends_the_run(tmp_path: Path) -> None:
+    """Endless retries would look like a slow run; what was done must survive for --resume."""
+    alone = evaluate(Sums(12), Script(), tmp_path / "alone", PLAN)
+    victim = alone.samples[9].key
+    with pytest.raises(KvkeepError, match=r"lost 3 workers .*--resume"):
+        spread(tmp_path / "ray", DiesOnce(tmp_path / "died", victim, always=True))
+    assert list(spread(tmp_path / "ray", resume=True).samples) == list(alone.samples)
+
+
+def test_no_workers_are_refused() -> None:
+    """Zero workers would wait for ever."""
+    from kvkeep.evaluation.ray_backend import RayGenerator
+
+    with pytest.raises(ConfigError, match="at least 1"):
+        RayGenerator(Script, workers=0)
