@@ -10,12 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GlmConfig,
     GlmForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -30,11 +26,14 @@ from transformers import (
 
 import kvkeep
 from kvkeep.calibration import Statistics, capture
-from kvkeep.core.errors import ConfigError, UnsupportedError
+from kvkeep.core.errors import BudgetError, ConfigError, UnsupportedError
 from kvkeep.engine.attention import attention_name
 from kvkeep.engine.generation import cache_argument
+from kvkeep.engine.rotary import rope_of
+from kvkeep.engine.spec import model_spec
 from kvkeep.policies.set_diversity import SetDiversity
 from kvkeep.policies.triattention import TriAttention
+from kvkeep.testing.models import FAMILIES, tiny_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -135,23 +134,14 @@ def test_fused_projections_need_no_special_case() -> None:
     assert_are_moments_of(statistics, [each[:4] for each in queries])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
-def test_layers_with_a_window_are_left_out(family: str) -> None:
-    """Layers that kvkeep does not manage would be averaged into the scores."""
-    kinds = ["sliding_attention", "full_attention"]
-    if family == "gemma3":
-        model = build(Gemma3TextConfig, Gemma3ForCausalLM, layer_types=kinds, sliding_window=16)
-    else:
-        model = build(
-            GptOssConfig,
-            GptOssForCausalLM,
-            layer_types=kinds,
-            sliding_window=16,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-        )
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_calibrated(family: str) -> None:
+    """A family that kvkeep serves would be refused, or its sliding layers averaged into the scores."""
+    model = tiny_model(family)
     statistics = capture(model, IDS, chunk=20)
-    assert list(statistics.layers) == [1]
+    spec = model_spec(model.config)
+    assert tuple(statistics.layers) == spec.managed
+    assert not statistics.check(spec, rope_of(model, spec))
 
 
 def test_interleaved_rotation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +262,20 @@ def test_generation_under_calibrated_policies(name: str, policy: TriAttention) -
         assert [head.tolist() for head in positions[0]] == [head.tolist() for head in positions[1]]
     if policy.mode == "union":
         assert positions[0][0].tolist() == positions[0][1].tolist()
+
+
+def test_a_protected_prompt_must_fit() -> None:
+    """The official code keeps the beginning of the prompt and drops the whole answer, silently."""
+    model = MODELS["llama"][0]()
+    statistics = capture(model, IDS)
+    inputs = {"input_ids": IDS[None, :20], "attention_mask": torch.ones(1, 20, dtype=torch.int64)}
+    policy = TriAttention(budget=16, buffer=4)
+    with pytest.raises(BudgetError, match="protect_prompt=False"):
+        kvkeep.generate(model, policy, inputs, max_new_tokens=9, calibration=statistics)
+    on_top = TriAttention(budget=kvkeep.Budget(entries=16, prompt="kept"), buffer=4)
+    _, cache = kvkeep.generate(model, on_top, inputs, max_new_tokens=30, calibration=statistics)
+    assert cache.trace.evictions > 0
+    assert cache.kept_positions(0)[0][0][:20].tolist() == list(range(20))
 
 
 def test_a_calibration_is_asked_for_and_checked() -> None:
