@@ -64,6 +64,9 @@ class SetDiversity(TriAttention):
     not ask whether the evicted ones are covered. With an interval of 128 the mean cache lies about 64
     entries above the budget.
 
+    Picks are sequential: an eviction costs picks x entries x dim, once for the model in the first two
+    modes but once for every layer in the third.
+
     Examples
     --------
     >>> SetDiversity(budget=128).lam
