@@ -83,3 +83,30 @@ def test_the_split_of_math500_is_the_frozen_one(run: Run) -> None:
     assert (
         found["confirm"]["ids_sha256"] == "22e0cbb10c49847f0218befebb550f887cbba85631da58419325b8bb55d1ec38"
     )
+
+
+def test_match_finds_the_budget_of_equal_memory(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """Policies compared at equal names instead of equal memory are not compared at all."""
+    task = ("--task", "needle(length=80, count=12)", "--max-new-tokens", 40, "--temperature", 1)
+    place = ("--model", tiny_folder, "--out", tmp_path / "reference")
+    facts(run("eval", *task, *POLICY, *place, "--json"))
+    tries = ("--out", tmp_path / "tries", "--tolerance", 0.04)
+    arguments = ("match", tmp_path / "reference", "--policy", "snapkv", "--buffer", 4, *tries)
+    found = facts(run(*arguments, "--json"))
+    assert abs(found["ratio"] - 1) <= 0.04
+    assert found["budget"] > 24  # a smaller buffer holds less at the same budget
+    measured = read_log(tmp_path / "tries" / f"budget-{found['budget']}").run
+    assert measured.mean_cache == found["mean_cache"]
+    again = run(*arguments)
+    assert f"budget {found['budget']} after" in again.stdout
+
+
+def test_only_dev_runs_are_matched(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """A budget chosen on confirmation problems has seen them."""
+    facts(run("eval", *TASK, *POLICY, "--model", tiny_folder, "--out", tmp_path / "all", "--json"))
+    result = run("match", tmp_path / "all", "--policy", "snapkv", "--buffer", 8, "--out", tmp_path / "tries")
+    assert result.exit_code == 1
+    assert "dev" in result.stderr
+    assert not (tmp_path / "tries").exists()
+    everything = run("match", tmp_path / "all", "--policy", "full", "--out", tmp_path / "tries")
+    assert "no budget to match" in everything.stderr

@@ -7,7 +7,19 @@ from typing import Annotated
 import typer
 
 from kvkeep import __version__
-from kvkeep.cli import bench, calibrate, compare, demo, evaluate, generate, plan, policies, power, study
+from kvkeep.cli import (
+    bench,
+    calibrate,
+    compare,
+    demo,
+    evaluate,
+    generate,
+    match,
+    plan,
+    policies,
+    power,
+    study,
+)
 from kvkeep.cli.boundary import BoundaryGroup
 
 app = typer.Typer(
@@ -24,6 +36,7 @@ app.command("plan")(plan.plan)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
+app.command("match")(match.match)
 app.command("compare")(compare.compare)
 app.add_typer(study.app, name="study")
 app.command("power")(power.power)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,9 +93,11 @@ class Setup:
         given = dict(self.overrides)
         return replace(chosen, **given, preset=f"{chosen.preset} changed") if given else chosen
 
-    def with_budget(self, entries: int) -> Setup:
-        """The same at another budget."""
-        return replace(self, policy=self.policy.with_budget(replace(self.policy.amount, entries=entries)))
+    def request(self) -> dict[str, Any]:
+        """All but the policy and its calibration, JSON-ready: with it a run can be repeated."""
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        del facts["policy"], facts["calibration"]
+        return facts
 
 
 def make_generator(setup: Setup) -> ModelGenerator:

@@ -110,6 +110,7 @@ def evaluate(
             command=sys.argv,
             on_progress=show,
             batches=batches,
+            request=setup.request(),
         )
     summary = summarise(run)
     if as_json:

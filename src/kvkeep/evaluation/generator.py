@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,15 +148,18 @@ class ModelGenerator:
         calibration: Any = None,
         prefill_chunk: int | None = None,
     ) -> None:
-        if policy.bounded and not policy.amount.resolved:
-            raise ConfigError(
-                f"the budget '{policy.amount}' comes to another count in every batch: give a number."
-            )
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.policy, self.template, self.sampling = policy, template, sampling
+        self.policy, self.template, self.sampling = checked(policy), template, sampling
         self.calibration, self.prefill_chunk = calibration, prefill_chunk
         self._spec = model_spec(model.config)
         self._end_tokens = end_tokens(model, tokenizer)
+        self._weights: str | None = None
+
+    def with_policy(self, policy: Policy) -> ModelGenerator:
+        """The same model under another policy."""
+        other = copy.copy(self)
+        other.policy = checked(policy)
+        return other
 
     @property
     def random(self) -> bool:
@@ -165,6 +169,8 @@ class ModelGenerator:
         return len(self._encode(text))
 
     def facts(self) -> dict[str, Any]:
+        if self._weights is None:
+            self._weights = weights_sha256(self.model)
         amount = self.policy.amount
         budget = {"entries": amount.entries, "prompt": amount.prompt} if self.policy.bounded else {}
         return {
@@ -172,7 +178,7 @@ class ModelGenerator:
             "policy_options": plain(self.policy.options()),
             "budget": budget,
             "model": self.name,
-            "model_sha256": weights_sha256(self.model),
+            "model_sha256": self._weights,
             "prompt_sha256": self.template.fingerprint(self.tokenizer),
             "sampling": self.sampling.as_dict(),
             "extra": {
@@ -235,6 +241,21 @@ class ModelGenerator:
     def _padding(self) -> int:
         padding = self.tokenizer.pad_token_id
         return int(padding if padding is not None else next(iter(self._end_tokens), 0))
+
+
+def checked(policy: Policy) -> Policy:
+    """Refuse a budget that is no count.
+
+    Raises
+    ------
+    ConfigError
+        A ratio or a size would come to another count in every batch.
+    """
+    if policy.bounded and not policy.amount.resolved:
+        raise ConfigError(
+            f"the budget '{policy.amount}' comes to another count in every batch: give a number of entries."
+        )
+    return policy
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -7,9 +7,9 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ def evaluate(
     *,
     resume: bool = False,
     command: Sequence[str] = (),
+    request: Mapping[str, Any] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     batches: Callable[[Sequence[Sequence[Job]]], Iterator[Completion]] | None = None,
 ) -> Run:
@@ -107,8 +108,8 @@ def evaluate(
         Folder of the run.
     resume
         Go on with the log that is there.
-    command
-        The command line, for the header.
+    command, request
+        The command line and its settings, for the header: what is needed to do it again.
     on_progress
         Called after every sample.
     batches
@@ -134,6 +135,8 @@ def evaluate(
     if not problems:
         raise ConfigError(f"task {task.name} has no problem in part {plan.part!r}.")
     header = make_header(task, generator, plan, problems, name=Path(out).name, command=command)
+    if request is not None:
+        header = replace(header, extra={**header.extra, "request": dict(request)})
     work = [
         Job(problem=problem, draw=draw, seed=seed)
         for problem in problems

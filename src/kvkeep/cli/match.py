@@ -1,0 +1,155 @@
+"""`kvkeep match`: the budget at which a policy really holds as much as a reference run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from kvkeep.cli import options as opt
+from kvkeep.cli.eval_setup import Setup
+from kvkeep.core.errors import BudgetError, ConfigError, DataFileError
+
+if TYPE_CHECKING:
+    from kvkeep.core.policy import Policy
+    from kvkeep.evaluation.records import Run
+
+
+# A budget that every policy accepts with its defaults, to read its settings before the search.
+_ROOMY = 1 << 16
+
+
+def match(
+    reference: Annotated[Path, typer.Argument(help="A run on dev problems, written by `kvkeep eval`.")],
+    policy: opt.PolicyText,
+    out: Annotated[Path, typer.Option(help="Folder for the runs that are tried.")],
+    prompt_mode: opt.PromptMode = "counts",
+    buffer: opt.Buffer = None,
+    option: opt.PolicyOptions = None,
+    calibration: opt.Calibration = None,
+    prefill: opt.Prefill = None,
+    on: Annotated[
+        str, typer.Option("--match-on", help="mean_cache; prefill_cache shows how that misleads.")
+    ] = "mean_cache",
+    tolerance: Annotated[
+        float, typer.Option(help="Largest relative difference that counts as equal.")
+    ] = 0.02,
+    batch_size: Annotated[int, typer.Option(help="Samples written together.")] = 16,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Find the budget whose measured cache equals that of a run: same task, model, problems and draws.
+
+    Only dev problems are used and no accuracy is looked at. A second call goes on where the first stopped.
+    """
+    from typing import get_args
+
+    from kvkeep.evaluation.matching import MatchOn, match_budget
+    from kvkeep.evaluation.runlog import read_run
+
+    if on not in get_args(MatchOn):
+        raise ConfigError(f"--match-on {on!r} is unknown: use {' or '.join(get_args(MatchOn))}.")
+    target = read_run(reference)
+    low, high = 1, max(sample.prompt_tokens + sample.tokens for sample in target.samples)
+    amount = opt.make_budget(max(high, _ROOMY), None, None, prompt_mode)
+    chosen = opt.make_policy(policy, amount, buffer=buffer, prefill=prefill, options=option)
+    if not chosen.bounded:
+        raise ConfigError(f"policy {chosen.name} keeps everything: there is no budget to match.")
+    low = smallest_budget(chosen, low, high)
+    found = match_budget(
+        measuring(request_of(target, chosen, calibration), target, out, batch_size),
+        target,
+        low=low,
+        high=high,
+        start=guess(chosen, target, low, high) if on == "mean_cache" else None,
+        on=cast("MatchOn", on),
+        tolerance=tolerance,
+    )
+    if as_json:
+        from dataclasses import asdict
+
+        typer.echo(json.dumps({"policy": chosen.name, **asdict(found)}, indent=2))
+        return
+    typer.echo(f"{chosen.name}: {found}")
+
+
+def smallest_budget(policy: Policy, low: int, high: int) -> int:
+    """The smallest count that the policy accepts.
+
+    Raises
+    ------
+    BudgetError
+        If it accepts none up to ``high``.
+    """
+    for entries in range(low, high):
+        try:
+            policy.with_budget(replace(policy.amount, entries=entries))
+        except ConfigError:
+            continue
+        return entries
+    raise BudgetError(f"{policy.name} accepts no budget below {high} entries: lower its buffer or sinks.")
+
+
+def guess(policy: Policy, target: Run, low: int, high: int) -> int:
+    """Where to begin: the budget that should do, if answers keep their lengths."""
+    from kvkeep.evaluation.expected_cache import budget_for
+
+    lengths = [(sample.prompt_tokens, sample.steps) for sample in target.samples]
+    return budget_for(policy, lengths, target.mean_cache, low=low, high=high)
+
+
+def request_of(target: Run, policy: Policy, calibration: Path | None) -> Setup:
+    """What the reference ran, with another policy.
+
+    Raises
+    ------
+    DataFileError
+        If the log does not say.
+    """
+    request = target.header.extra.get("request")
+    if not request:
+        raise DataFileError(
+            f"run {target.header.run!r} does not say how it was made: match a run of `kvkeep eval`."
+        )
+    overrides = tuple((name, value) for name, value in request.pop("overrides"))
+    return Setup(**request, overrides=overrides, policy=policy, calibration=calibration)
+
+
+def measuring(setup: Setup, target: Run, out: Path, batch_size: int) -> Callable[[int], Run]:
+    """Run the policy at a budget on the problems of the reference; the model is loaded once."""
+    from kvkeep.cli import eval_setup, report
+    from kvkeep.cli.evaluate import progress
+    from kvkeep.evaluation.runner import Plan, evaluate
+
+    header = target.header
+    plan = Plan(
+        part=header.split,
+        limit=header.problems,
+        draws=header.draws,
+        seed=next(iter(header.seeds)),
+        batch_size=batch_size,
+    )
+    with report.waiting(f"loading {setup.model_name}"):
+        generator = eval_setup.make_generator(setup)
+
+    def measure(entries: int) -> Any:
+        amount = replace(setup.policy.amount, entries=entries)
+        with progress() as show:
+            run = evaluate(
+                setup.make_task(),
+                generator.with_policy(setup.policy.with_budget(amount)),
+                out / f"budget-{entries}",
+                plan,
+                resume=True,
+                command=sys.argv,
+                on_progress=show,
+                request=setup.request(),
+            )
+        report.note(f"budget {entries}: mean cache {run.mean_cache:.1f}, reference {target.mean_cache:.1f}")
+        return run
+
+    return measure
