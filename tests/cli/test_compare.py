@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result
@@ -87,6 +88,31 @@ def test_a_study_is_frozen_and_confirmed(run: Callable[..., Result], tmp_path: P
     assert "--confirm and a frozen pre-registration" in run("compare", *places).stderr
     path.write_text(path.read_text().replace("seed: 2026", "seed: 2027"))
     assert "was changed" in run("compare", *places, "--confirm", "--prereg", path).stderr
+
+
+def test_a_plan_is_drafted_from_dev_runs(run: Callable[..., Result], tmp_path: Path) -> None:
+    """The way from a first comparison to a sealed plan, without typing a hash."""
+    needle = {"task": "needle", "extra": {"request": {"task": "needle(count=40)", "data": None}}}
+    solved = {id: [True, False] for id in made.names("dev", 5)}
+    facts: dict[str, Any] = {
+        **needle,
+        "task_sha256": "a" * 64,
+        "model_sha256": "b" * 64,
+        "prompt_sha256": "c" * 64,
+    }
+    options = {"policy_options": {"buffer": 16, "budget": 64}}
+    places = [
+        save(tmp_path, made.run(solved, run=name, policy=name, **facts, **options))
+        for name in ("random", "tova")
+    ]
+    words = ("--question", "Does it?", "--hypothesis", "It does.")
+    path = tmp_path / "plan.yaml"
+    shown = run("study", "draft", *places, "--out", path, *words)
+    assert shown.exit_code == 0, shown.stderr
+    assert run("study", "freeze", path).exit_code == 0
+    assert json.loads(run("study", "check", path, "--json").output)["cells"] == ["needle/tiny/64"]
+    assert "exists" in run("study", "draft", *places, "--out", path, *words).stderr
+    assert "no pairs" in run("study", "draft", places[0], "--out", tmp_path / "x.yaml", *words).stderr
 
 
 def test_power_from_a_guess_and_from_a_pilot(run: Callable[..., Result], tmp_path: Path) -> None:

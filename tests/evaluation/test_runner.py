@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.core.errors import ConfigError, DataFileError
+from kvkeep.core.errors import ConfigError, DataFileError, EvidenceError
 from kvkeep.evaluation.generator import Job
 from kvkeep.evaluation.records import Run, SampleRecord
 from kvkeep.evaluation.runlog import RunLog, log_path, read_log, read_run
@@ -42,25 +42,31 @@ def test_every_problem_gets_every_draw_once(tmp_path: Path) -> None:
 
 def test_the_header_says_what_decides_the_result(tmp_path: Path) -> None:
     """Two runs can only be compared if both say what they were."""
-    plan = Plan(part="dev", limit=4, draws=2, seed=11, preregistration="abc")
+    plan = Plan(part="dev", limit=4, draws=2, seed=11)
     run = evaluate(Sums(40), Script(), tmp_path / "x", plan, command=["kvkeep", "eval"])
     assert run.header.run == "x"
     assert (run.header.split, run.header.problems, run.header.draws) == ("dev", 4, 2)
     assert run.header.seeds == (11, 12)
-    assert run.header.preregistration == "abc"
+    assert run.header.preregistration is None
     assert run.header.command == ("kvkeep", "eval")
     assert {"kvkeep", "torch", "transformers"} <= set(run.header.versions)
     assert all(part_of(s.id) == "dev" for s in run.samples)
 
 
-def test_the_two_parts_share_no_problem(tmp_path: Path) -> None:
+def test_the_two_parts_share_no_problem() -> None:
     """Tuning on confirmation problems makes the confirmation worthless."""
-    ids = [
-        {s.id for s in evaluate(Sums(30), Script(), tmp_path / part, Plan(part=part)).samples}  # type: ignore[arg-type]
-        for part in ("dev", "confirm", "all")
-    ]
+    ids = [{problem.id for problem in Sums(30).problems(part)} for part in ("dev", "confirm", "all")]  # type: ignore[arg-type]
     assert not ids[0] & ids[1]
     assert ids[0] | ids[1] == ids[2]
+
+
+def test_held_out_problems_are_not_touched_without_a_study(tmp_path: Path) -> None:
+    """One run on them while tuning, and the problems are held out no longer."""
+    script = Script()
+    with pytest.raises(EvidenceError, match="confirm problems are held out"):
+        evaluate(Sums(30), script, tmp_path / "x", Plan(part="confirm"))
+    assert not script.batches
+    assert not (tmp_path / "x").exists()
 
 
 def test_samples_do_not_depend_on_batch_size_or_number_of_draws(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from kvkeep.core.errors import EvidenceError
 from kvkeep.evaluation.identity import plain
 from kvkeep.evaluation.preregistration import Preregistration, freeze, load_frozen
 from kvkeep.evaluation.records import Run
-from kvkeep.evaluation.study import confirm, locate
-from tests.evaluation.runs import names
+from kvkeep.evaluation.study import admit, confirm, locate
+from tests.evaluation.runs import header, names
 from tests.evaluation.studies import IDS, plan, study_run, write
 
 
@@ -74,6 +74,19 @@ def test_what_was_not_registered_is_refused(
 ) -> None:
     """A study that tests something else than it announced has announced nothing."""
     assert reason in reasons(study, four(study, **change))
+
+
+def test_a_run_is_let_in_before_it_touches_a_problem(study: Preregistration) -> None:
+    """Found out afterwards, a wrong setting would have cost the held-out problems."""
+    right = study_run("challenger", 32, 1, study.sha256, preregistration=None).header
+    assert admit(right, study).preregistration == study.sha256
+    with pytest.raises(EvidenceError, match=r"no part of study 'tova-on-sums'(.|\n)*no cell has"):
+        admit(study_run("challenger", 33, 1, study.sha256).header, study)
+    with pytest.raises(EvidenceError, match="no part of study"):
+        admit(header(), study)
+    with pytest.raises(EvidenceError, match="kvkeep study freeze"):
+        admit(right, None)
+    assert admit(header(), None) == header()
 
 
 def test_dev_problems_cannot_confirm(study: Preregistration) -> None:

@@ -53,7 +53,7 @@ def evaluate(
     prompt: flags.PromptName = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the log of the run.")] = None,
     resume: flags.Resume = False,
-    study: Annotated[
+    prereg: Annotated[
         Path | None, typer.Option(help="Frozen pre-registration that the run belongs to.")
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Spread the samples over a Ray cluster.")] = False,
@@ -98,8 +98,8 @@ def evaluate(
         draws=draws,
         seed=seed,
         batch_size=batch_size,
-        preregistration=None if study is None else frozen_hash(study),
     )
+    study = None if prereg is None else frozen(prereg)
     with writing(setup, ray=ray, workers=workers) as (generator, batches), progress() as show:
         run = runner.evaluate(
             setup.make_task(),
@@ -111,6 +111,7 @@ def evaluate(
             on_progress=show,
             batches=batches,
             request=setup.request(),
+            study=study,
         )
     summary = summarise(run)
     if as_json:
@@ -146,11 +147,11 @@ def part(name: str) -> Any:
     return name
 
 
-def frozen_hash(study: Path) -> str:
-    """Content hash of a frozen pre-registration."""
+def frozen(prereg: Path) -> Any:
+    """Read a frozen pre-registration."""
     from kvkeep.evaluation.preregistration import load_frozen
 
-    return str(load_frozen(study).sha256)
+    return load_frozen(prereg)
 
 
 def make_setup(*, task: str, model: str | None, overrides: dict[str, Any], **others: Any) -> flags.Setup:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.options import AsJson
+from kvkeep.core.errors import ConfigError
 
 Study = Annotated[Path, typer.Argument(help="A pre-registration, YAML.")]
 
@@ -45,3 +46,55 @@ def freeze_study(path: Study) -> None:
 
     sealed = freeze(path)
     typer.echo(f"frozen: {sealed}, in {lock_path(path)}")
+
+
+@app.command("draft")
+def draft_study(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Dev runs: baseline and challenger of the first cell, of the second …"),
+    ],
+    out: Annotated[Path, typer.Option(help="The YAML file to write.")],
+    question: Annotated[str, typer.Option(help="What is asked.")],
+    hypothesis: Annotated[str, typer.Option(help="What is expected; it may turn out wrong.")],
+    name: Annotated[str | None, typer.Option(help="Of the study [the name of the file].")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="At most so many held-out problems, a fair sample.")
+    ] = None,
+    correction: Annotated[str, typer.Option(help="holm, bonferroni or none.")] = "holm",
+    seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
+) -> None:
+    """Write a study that repeats dev runs on held-out problems: read it, change it, then freeze it."""
+    from kvkeep.core.files import atomic_path
+    from kvkeep.evaluation.draft import draft
+    from kvkeep.evaluation.extras import need
+    from kvkeep.evaluation.preregistration import load
+    from kvkeep.evaluation.runlog import read_run
+    from kvkeep.evaluation.tasks.registry import make_task
+
+    if len(runs) % 2:
+        raise ConfigError(f"{len(runs)} runs are no pairs: give baseline and challenger of each cell.")
+    if out.exists():
+        raise ConfigError(f"{out} exists: choose another --out.")
+    found = [read_run(place) for place in runs]
+    ids = {}
+    for run in found:
+        if run.header.task not in ids:
+            request = run.header.extra.get("request", {})
+            with make_task(request.get("task", run.header.task), data=request.get("data")) as task:
+                ids[run.header.task] = [problem.id for problem in task.problems("confirm", limit)]
+    content = draft(
+        name or out.stem,
+        question,
+        list(zip(found[::2], found[1::2], strict=True)),
+        ids,
+        hypothesis=hypothesis,
+        seed=seed,
+        correction=correction,
+    )
+    yaml = need("yaml", extra="eval", purpose="a pre-registration")
+    with atomic_path(out) as temporary:
+        temporary.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    study = load(out)
+    typer.echo(f"{out}: {len(study.cells)} cells. Read it, change what is not meant so, then:")
+    typer.echo(f"kvkeep study freeze {out}")

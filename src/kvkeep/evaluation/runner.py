@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,11 @@ from kvkeep.evaluation.identity import git_revision, hardware, versions
 from kvkeep.evaluation.records import Run, RunHeader, SampleRecord, SplitPart
 from kvkeep.evaluation.runlog import RunLog
 from kvkeep.evaluation.splits import ids_sha256
+from kvkeep.evaluation.study import admit
 from kvkeep.evaluation.tasks.base import Grade, Problem, Task
+
+if TYPE_CHECKING:
+    from kvkeep.evaluation.preregistration import Preregistration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,6 @@ class Plan:
         Seed of the first draw; the next draws have the next seeds.
     batch_size
         Samples that are written together; does not change results.
-    preregistration
-        Content hash of the study that the run belongs to.
     """
 
     part: SplitPart = "all"
@@ -52,7 +54,6 @@ class Plan:
     draws: int = 1
     seed: int = 0
     batch_size: int = 16
-    preregistration: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("limit", "draws", "batch_size"):
@@ -97,6 +98,7 @@ def evaluate(
     resume: bool = False,
     command: Sequence[str] = (),
     request: Mapping[str, Any] | None = None,
+    study: Preregistration | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     batches: Callable[[Sequence[Sequence[Job]]], Iterator[Completion]] | None = None,
 ) -> Run:
@@ -110,6 +112,8 @@ def evaluate(
         Go on with the log that is there.
     command, request
         The command line and its settings, for the header: what is needed to do it again.
+    study
+        The frozen study that the run is a part of; confirm problems are not touched without one.
     on_progress
         Called after every sample.
     batches
@@ -124,6 +128,8 @@ def evaluate(
     ------
     ConfigError
         If draws would be copies of each other, no problem is left, or the log belongs to another run.
+    EvidenceError
+        If the run asks for confirm problems without a study, or the study does not contain it.
     """
     if plan.draws > 1 and not generator.random:
         raise ConfigError(
@@ -137,6 +143,7 @@ def evaluate(
     header = make_header(task, generator, plan, problems, name=Path(out).name, command=command)
     if request is not None:
         header = replace(header, extra={**header.extra, "request": dict(request)})
+    header = admit(header, study)
     work = [
         Job(problem=problem, draw=draw, seed=seed)
         for problem in problems
@@ -190,7 +197,6 @@ def make_header(
         versions=versions(),
         hardware=hardware(),
         command=command,
-        preregistration=plan.preregistration,
         extra=extra,
         **facts,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,10 +161,35 @@ def _registered_differences(study: Preregistration) -> tuple[str, ...]:
     return ("seeds",) if arms.baseline.seeds != arms.challenger.seeds else ()
 
 
+def admit(header: RunHeader, study: Preregistration | None) -> RunHeader:
+    """Let a run begin: on confirm problems only as a part of a frozen study, whose hash the header gets.
+
+    Raises
+    ------
+    EvidenceError
+        If held-out problems are asked for without a study, or the study does not contain this run.
+    """
+    if study is None:
+        if header.split != "confirm":
+            return header
+        raise EvidenceError(
+            "confirm problems are held out",
+            [
+                "try things on --split dev",
+                "to confirm, seal a plan with kvkeep study freeze FILE and name it with --prereg FILE",
+            ],
+        )
+    header = dataclasses.replace(header, preregistration=study.sha256)
+    reasons = locate(study, header)[1]
+    if reasons:
+        raise EvidenceError(f"this run is no part of study {study.study!r}", reasons)
+    return header
+
+
 def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmName] | None, list[str]]:
     """Where a run belongs in a study, and what in it is not as registered.
 
-    A runner asks before it touches a held-out problem; :func:`confirm` asks again.
+    :func:`admit` asks before a held-out problem is touched, :func:`confirm` asks again.
 
     Returns
     -------

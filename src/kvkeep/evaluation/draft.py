@@ -1,0 +1,141 @@
+"""Draft a pre-registration from the development runs that led to it: hashes are copied, not typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvkeep.core.errors import ConfigError, EvidenceError
+from kvkeep.evaluation.comparability import SETTINGS, setting_reasons
+from kvkeep.evaluation.records import Run, RunHeader
+from kvkeep.evaluation.splits import ids_sha256, part_of
+
+
+def draft(
+    study: str,
+    question: str,
+    pairs: Sequence[tuple[Run, Run]],
+    confirm_ids: Mapping[str, Sequence[str]],
+    *,
+    hypothesis: str,
+    seed: int = 0,
+    correction: str = "holm",
+) -> dict[str, Any]:
+    """The content of a study that repeats development runs on the held-out problems.
+
+    Parameters
+    ----------
+    study, question, hypothesis
+        In words.
+    pairs
+        Baseline and challenger for every cell, at budgets that were matched. The policies are the same
+        in all of them but for the budget.
+    confirm_ids
+        The held-out problems of each task, by its name.
+    seed, correction
+        Of the analysis.
+
+    Returns
+    -------
+    dict
+        To be written as YAML, read through, changed where need be, and frozen.
+
+    Raises
+    ------
+    EvidenceError
+        If a run is not on dev problems, or the runs do not make one study.
+    ConfigError
+        If there is no pair, or a held-out problem is missing or is a dev problem.
+    """
+    if not pairs:
+        raise ConfigError("a study needs at least one pair of runs: baseline and challenger.")
+    headers = [run.header for pair in pairs for run in pair]
+    reasons = [
+        f"run {header.run!r} is on {header.split!r} problems: a study is drafted from dev runs"
+        for header in headers
+        if header.split != "dev"
+    ]
+    # Cells may differ in task and model; the two arms of a cell may not.
+    across = [name for name in SETTINGS if name not in ("sampling", "draws", "seeds")]
+    for pair in pairs:
+        reasons += setting_reasons(*pair)
+        reasons += setting_reasons(pairs[0][0], pair[0], across)
+    arms = {
+        name: [_arm(pair[place].header) for pair in pairs]
+        for place, name in enumerate(("baseline", "challenger"))
+    }
+    reasons += [
+        f"the {name} is not the same policy in all cells: {found}"
+        for name, found in arms.items()
+        if any(each != found[0] for each in found)
+    ]
+    if reasons:
+        raise EvidenceError(f"study {study!r} cannot be drafted from these runs", reasons)
+    first = headers[0]
+    return {
+        "format": 1,
+        "study": study,
+        "question": question,
+        "hypotheses": [{"id": "H1", "text": hypothesis}],
+        "tasks": [_task(header, confirm_ids) for header in _one_each(headers, "task")],
+        "models": [
+            {"name": header.model, "sha256": header.model_sha256} for header in _one_each(headers, "model")
+        ],
+        "arms": {name: found[0] for name, found in arms.items()},
+        "cells": [
+            {
+                "task": baseline.header.task,
+                "model": baseline.header.model,
+                "baseline": baseline.header.budget.get("entries"),
+                "challenger": challenger.header.budget.get("entries"),
+                "prompt_sha256": baseline.header.prompt_sha256,
+            }
+            for baseline, challenger in pairs
+        ],
+        "sampling": dict(first.sampling),
+        "draws": first.draws,
+        "seeds": list(first.seeds),
+        "analysis": {"seed": seed, "correction": correction},
+        "dev_evidence": {
+            "runs": [
+                f"{run.header.run}: mean cache {run.mean_cache:.1f}, created {run.header.created}"
+                for pair in pairs
+                for run in pair
+            ]
+        },
+    }
+
+
+def _one_each(headers: Sequence[RunHeader], field: str) -> list[RunHeader]:
+    return list({getattr(header, field): header for header in headers}.values())
+
+
+def _task(header: RunHeader, confirm_ids: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    ids = confirm_ids.get(header.task, ())
+    if not ids or any(part_of(id) != "confirm" for id in ids):
+        raise ConfigError(
+            f"the {len(ids)} held-out problems of task {header.task!r} are none, or not confirm."
+        )
+    return {
+        "name": header.task,
+        "version": header.task_version,
+        "sha256": header.task_sha256,
+        "part": "confirm",
+        "ids_sha256": ids_sha256(ids),
+        "problems": len(ids),
+        "grader": header.grader,
+        "grader_version": header.grader_version,
+    }
+
+
+def _arm(header: RunHeader) -> dict[str, Any]:
+    options = dict(header.policy_options)
+    if "base" in options:  # a composition: its name says the parts, its base has the numbers
+        options = dict(options["base"])
+        options.pop("name")
+    options.pop("budget", None)
+    return {
+        "policy": header.policy,
+        "options": options,
+        "prompt": header.budget.get("prompt", "counts"),
+    }

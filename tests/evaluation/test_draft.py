@@ -1,0 +1,80 @@
+"""A plan drawn up from dev runs is the plan that the same runs on held-out problems carry out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kvkeep
+from kvkeep.core.errors import ConfigError, EvidenceError
+from kvkeep.evaluation.draft import draft
+from kvkeep.evaluation.identity import plain
+from kvkeep.evaluation.preregistration import load
+from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.splits import ids_sha256
+from kvkeep.evaluation.study import locate
+from tests.evaluation.runs import names
+from tests.evaluation.studies import study_run
+
+CONFIRM = {"sums": names("confirm", 40)}
+
+
+def dev(arm: str, budget: int, text: str, **changes: Any) -> Run:
+    amount = kvkeep.Budget(entries=budget, prompt="kept")
+    policy = kvkeep.policy(text, budget=amount, buffer=8)
+    run = study_run(arm, budget, 2, "", split="dev", preregistration=None, **changes)
+    facts: dict[str, Any] = {
+        "policy": policy.name,
+        "policy_options": plain(policy.options()),
+        "budget": {"entries": budget, "prompt": "kept"},
+    }
+    return dataclasses.replace(run, header=dataclasses.replace(run.header, **facts))
+
+
+def pairs(challenger: str = "tova") -> list[tuple[Run, Run]]:
+    return [(dev("baseline", size, "random"), dev("challenger", size + 1, challenger)) for size in (32, 64)]
+
+
+def write(runs: list[tuple[Run, Run]], **changes: Any) -> dict[str, Any]:
+    return draft("s", "Does it?", runs, changes.get("ids", CONFIRM), hypothesis="It does.")
+
+
+@pytest.mark.parametrize(
+    "text", ["tova", "vase-dkv(rank=8) + sample + reserve(slots=4)", "vase-attnv(reserve=8)"]
+)
+def test_the_same_runs_on_held_out_problems_fit_in(text: str, tmp_path: Path) -> None:
+    """Hashes and options typed by hand are wrong in one place of fifty."""
+    runs = pairs(text)
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump(write(runs), sort_keys=False))
+    study = load(path)
+    assert study.tasks[0].problems == 40
+    assert [cell.name for cell in study.cells] == ["sums/tiny/32-33", "sums/tiny/64-65"]
+    ids = {"split": "confirm", "problems": 40, "ids_sha256": ids_sha256(CONFIRM["sums"])}
+    for cell, pair in zip(study.cells, runs, strict=True):
+        for arm, run in zip(("baseline", "challenger"), pair, strict=True):
+            place, reasons = locate(study, dataclasses.replace(run.header, **ids))
+            assert reasons == []
+            assert place == (cell, arm)
+
+
+def test_runs_that_make_no_study_are_refused() -> None:
+    """A plan from confirm runs would be written after the results."""
+    seen = [
+        (dataclasses.replace(one, header=dataclasses.replace(one.header, split="confirm")), other)
+        for one, other in pairs()
+    ]
+    with pytest.raises(EvidenceError, match="drafted from dev runs"):
+        write(seen)
+    with pytest.raises(EvidenceError, match="the challenger is not the same policy"):
+        write([pairs()[0], pairs("keydiff")[1]])
+    with pytest.raises(EvidenceError, match="seeds is"):
+        write([(dev("baseline", 32, "random", seeds=(1, 2, 3)), pairs()[0][1])])
+    with pytest.raises(ConfigError, match="at least one pair"):
+        write([])
+    with pytest.raises(ConfigError, match="held-out problems"):
+        write(pairs(), ids={"sums": names("dev", 3)})
