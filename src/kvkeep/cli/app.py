@@ -18,6 +18,7 @@ from kvkeep.cli import (
     plan,
     policies,
     power,
+    report_page,
     study,
 )
 from kvkeep.cli.boundary import BoundaryGroup
@@ -39,6 +40,7 @@ app.add_typer(evaluate.app, name="eval")
 app.command("match")(match.match)
 app.command("compare")(compare.compare)
 app.add_typer(study.app, name="study")
+app.command("report")(report_page.report)
 app.command("power")(power.power)
 
 
