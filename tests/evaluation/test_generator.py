@@ -11,6 +11,8 @@ import torch
 import kvkeep
 from kvkeep.core.errors import ConfigError
 from kvkeep.engine.generation import cache_argument
+from kvkeep.engine.row_trace import RowTrace
+from kvkeep.evaluation.decoding import Written
 from kvkeep.evaluation.generator import Completion, Job, ModelGenerator, end_tokens, pad_left
 from kvkeep.evaluation.identity import weights_sha256
 from kvkeep.evaluation.prompts import PromptTemplate, prompt_template
@@ -201,6 +203,20 @@ def test_the_prompt_hash_sees_template_and_chat_template() -> None:
     assert one.fingerprint(plain) != one.fingerprint(chat)
     assert one.render("hello", chat) == "hello"
     assert prompt_template("plain").fingerprint(plain) != prompt_template("rkv").fingerprint(plain)
+
+
+def test_texts_keep_the_space_before_a_question_mark() -> None:
+    """In the built-in reasoner "?3" is a word; the usual cleaning of texts glues it to the one before."""
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["?3"])
+    tokenizer.clean_up_tokenization_spaces = True
+    writer = generator()
+    writer.tokenizer = tokenizer
+    trace = RowTrace(sequence_id=0, steps=1, mean_entries=1, peak_entries=1, prefill_entries=1, evictions=0)
+    tokens = tokenizer.convert_tokens_to_ids(["w5", "?3", "w6"])
+    written = Written(row=0, tokens=tokens, ended=True, trace=trace, read_seconds=0, write_seconds=0)
+    cache = kvkeep.RetentionCache(writer.model, kvkeep.Full())
+    assert writer._completion(jobs()[0], 1, written, cache, 1).text == "w5 ?3 w6"
 
 
 def test_one_changed_weight_changes_the_hash() -> None:

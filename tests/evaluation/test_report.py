@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -139,6 +140,16 @@ def test_a_summary_counts_what_is_there(runs: list[Run]) -> None:
     right = sum(s.extra["grade"]["parts"]["dormant"][0] for s in run.samples)
     assert summary.parts["dormant"] == right / (3 * 140)
     json.dumps(summary.as_dict())
+
+
+def test_a_task_that_gives_parts_of_a_point_is_judged_by_its_score() -> None:
+    """Sixteen reads that must all be right say nothing about a policy that gets fifteen."""
+    run = a_run("full", None, 0.0, extra={"metric": "score"})
+    graded = Run(header=run.header, samples=tuple(dataclasses.replace(s, score=0.75) for s in run.samples))
+    summary = summarise(graded)
+    assert summary.accuracy is not None
+    assert (summary.accuracy.estimate, summary.score, summary.correct) == (0.75, 0.75, 0.0)
+    assert "| score % | 95 % interval | all right % |" in make_report([graded]).markdown()
 
 
 def test_outcomes_tell_format_from_reasoning() -> None:

@@ -238,13 +238,13 @@ def show_summary(summary: Summary, out: Path) -> None:
     """The result in a few lines."""
     from kvkeep.core.budget import format_bytes
 
-    score = "" if summary.accuracy is None else f", score {100 * summary.score:.1f} %"
+    whole = f", {100 * summary.correct:.1f} % right in every part" if summary.metric == "score" else ""
     counts = [f"{count} {name}" for name, count in summary.outcomes.items() if count]
     bad = [f"{count} {name}" for name, count in summary.failure_classes.items() if count and name != "ok"]
     speed = summary.tokens_per_second
     lines = [
         f"{summary.task}, {summary.model}, {summary.label}",
-        f"  {summary.accuracy}{score}" if summary.accuracy else f"  score {100 * summary.score:.1f} %",
+        f"  {summary.accuracy or f'{100 * summary.score:.1f} %'}{whole}",
         f"  samples: {', '.join(counts)}; texts: {', '.join(bad) or 'all ok'}",
         f"  cache: mean {summary.mean_cache:.1f}, peak {summary.peak_cache:.1f}, after the prompt "
         f"{summary.prefill_cache:.1f} entries per head"

@@ -220,7 +220,10 @@ class ModelGenerator:
         trace = written.trace
         return Completion(
             job=job,
-            text=self.tokenizer.decode(written.tokens, skip_special_tokens=True),
+            # Cleaning up would drop the space before a question mark, a word in some vocabularies.
+            text=self.tokenizer.decode(
+                written.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
             tokens=written.tokens,
             ended=written.ended,
             prompt_tokens=prompt_tokens,

@@ -180,7 +180,7 @@ def make_header(
     """Everything that decides the result."""
     facts = generator.facts()
     grader = task.grader_facts()
-    extra = {"git": git_revision(), "grader": grader, **facts.pop("extra", {})}
+    extra = {"git": git_revision(), "grader": grader, "metric": task.metric, **facts.pop("extra", {})}
     return RunHeader(
         run=name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

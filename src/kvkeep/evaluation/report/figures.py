@@ -69,7 +69,8 @@ def accuracy_figure(summaries: Sequence[Summary]) -> str:
     for value in x.values:
         drawing.text(x.place(value), bottom + 18, f"{value}", anchor="middle", class_="tick")
     drawing.text(_LEFT, bottom + 36, "mean cache, entries per KV head and layer")
-    drawing.text(0, 12, "% correct")
+    scored = any(each.metric == "score" for each in known)
+    drawing.text(0, 12, "score, % of the parts" if scored else "% correct")
     drawn = marks(summaries)
     for each in known:
         if each not in bounded:

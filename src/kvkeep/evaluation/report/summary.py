@@ -40,10 +40,12 @@ class Summary:
         Whether every sample of the header is there.
     problems, samples, draws
         Counts; ``draws`` are per problem.
+    metric
+        What the task is judged by: ``"accuracy"``, or ``"score"`` if it gives parts of a point.
     accuracy
-        avg@k with its interval; ``None`` with fewer than two problems.
-    score
-        Mean credit, equal to the accuracy unless the task grades by parts.
+        The metric as avg@k, with its interval; ``None`` with fewer than two problems.
+    correct, score
+        Share of samples that are right in every part; mean credit.
     accuracy_extracted
         Share of correct ones among the samples in which an answer was found.
     mean_cache, mean_cache_per_sample, peak_cache, prefill_cache
@@ -70,7 +72,9 @@ class Summary:
     problems: int
     samples: int
     draws: int
+    metric: str
     accuracy: Accuracy | None
+    correct: float
     score: float
     accuracy_extracted: float | None
     mean_cache: float
@@ -100,7 +104,8 @@ def summarise(run: Run) -> Summary:
         If it has no sample yet.
     """
     header, samples = run.header, run.samples
-    means = problem_means(samples)
+    metric = str(header.extra.get("metric", "accuracy"))
+    means = problem_means(samples, metric)
     found = [sample for sample in samples if sample.answer_class in ("correct", "wrong")]
     writing = sum(float(sample.extra.get("write_seconds", sample.seconds)) for sample in samples)
     held = [
@@ -120,7 +125,9 @@ def summarise(run: Run) -> Summary:
         problems=len(means),
         samples=len(samples),
         draws=header.draws,
+        metric=metric,
         accuracy=accuracy(means) if len(set(means.groups)) > 1 else None,
+        correct=float(problem_means(samples).means.mean()),
         score=float(problem_means(samples, "score").means.mean()),
         accuracy_extracted=_share([sample.correct for sample in found]),
         mean_cache=run.mean_cache,

@@ -41,6 +41,7 @@ class Table:
 def result_table(summaries: Sequence[Summary]) -> Table:
     """Accuracy and memory, one run a row."""
     rows = []
+    measured = axis(summaries)
     for each in summaries:
         found = each.accuracy
         low, high = found.interval if found is not None else (0.0, 0.0)
@@ -49,7 +50,7 @@ def result_table(summaries: Sequence[Summary]) -> Table:
                 each.label + ("" if each.complete else " (incomplete)"),
                 "–" if found is None else f"{100 * found.estimate:.1f}",
                 "–" if found is None else f"{100 * low:.1f} to {100 * high:.1f}",
-                f"{100 * each.score:.1f}",
+                f"{100 * each.correct:.1f}",
                 f"{each.mean_cache:.1f}",
                 f"{each.mean_cache_per_sample:.1f}",
                 f"{each.peak_cache:.0f}",
@@ -60,9 +61,9 @@ def result_table(summaries: Sequence[Summary]) -> Table:
     return Table(
         columns=(
             "policy and budget",
-            "correct %",
+            f"{measured} %",
             "95 % interval",
-            "score %",
+            "all right %",
             "mean cache",
             "per sample",
             "peak",
@@ -75,6 +76,11 @@ def result_table(summaries: Sequence[Summary]) -> Table:
             "alike, per sample every sample. Intervals come from the spread between problems."
         ),
     )
+
+
+def axis(summaries: Sequence[Summary]) -> str:
+    """What the task is judged by, in a word."""
+    return "score" if any(each.metric == "score" for each in summaries) else "correct"
 
 
 def cost_table(summaries: Sequence[Summary]) -> Table:

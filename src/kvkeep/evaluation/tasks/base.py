@@ -88,6 +88,7 @@ class Task(ABC):
     default_model: ClassVar[str] = "demo"
     max_new: int | None = None  # length limit where the preset states none for this task
     grader: ClassVar[str] = "exact"
+    metric: ClassVar[Literal["accuracy", "score"]] = "accuracy"  # what results are judged by
     grading_threads: ClassVar[int] = 1
     loop_units: ClassVar[Literal["characters", "tokens"]] = "characters"  # where phrase loops are looked for
 

@@ -37,6 +37,7 @@ class Ruler(GeneratedTask):
     """
 
     name: ClassVar[str] = "ruler"
+    metric: ClassVar[Literal["accuracy", "score"]] = "score"
     version: ClassVar[str] = "1"
 
     def __init__(
