@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 
@@ -60,7 +61,7 @@ class ModelSpec:
     rotary_dim: int
     config: Any = field(repr=False, default=None)
 
-    @property
+    @cached_property
     def managed(self) -> tuple[int, ...]:
         """Indices of the full-attention layers."""
         return tuple(layer.index for layer in self.layers if layer.kind == "full_attention")

@@ -50,11 +50,13 @@ class Evictor:
         self.rows, self.counter = rows, counter
         self.max_positions, self.context, self.profile = max_positions, context, profile
         self.seconds = 0.0
+        # Asked for by every layer, row and step: worth not deriving each time.
+        self._count = policy.amount.count if policy.bounded else 0
+        self._prompt_kept = policy.amount.prompt == "kept"
 
     def limit(self, row: int) -> int:
         """Entries per head that a row keeps at an eviction."""
-        kept = self.rows.prompt_lens[row] if self.policy.amount.prompt == "kept" else 0
-        return self.policy.amount.count + kept
+        return self._count + (self.rows.prompt_lens[row] if self._prompt_kept else 0)
 
     def capacity_for(self, entries: int) -> int:
         """Slots per row to lay out so that ``entries`` fit and decoding needs no more.

@@ -107,6 +107,8 @@ class RetentionCache(Cache):
             for index, layer in enumerate(native)
         ]
         super().__init__(layers=layers)
+        #: The layers that kvkeep manages, in model order.
+        self.managed_layers: list[RetentionLayer] = [layers[index] for index in self.spec.managed]
         self._start()
 
     def _check_fit(self, model: PreTrainedModel, calibration: Any) -> None:
@@ -149,11 +151,6 @@ class RetentionCache(Cache):
         """Take over the shared state that a file held."""
         self.rows, self.counter = rows, counter
         self._bind()
-
-    @property
-    def managed_layers(self) -> list[RetentionLayer]:
-        """The layers that kvkeep manages, in model order."""
-        return [self.layers[index] for index in self.spec.managed]
 
     @property
     def eviction_seconds(self) -> float:
