@@ -1,1 +1,0 @@
-"""Tensor routines that may have a GPU version, each beside its plain torch twin."""
