@@ -18,7 +18,7 @@ _LOW = -1e30
 
 # Probabilities that exist at a time. On a CPU a megabyte: the allocator hands larger blocks back to
 # the system, and fetching their pages anew each time costs as much as the attention itself.
-_LARGEST_ON_CPU, _LARGEST = 1 << 18, 1 << 25
+_LARGEST_ON_CPU, _LARGEST = 1 << 20, 1 << 25
 
 
 def window_attention(
