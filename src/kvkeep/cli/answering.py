@@ -40,7 +40,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, wrong, allowed in (
             ("max-new-tokens", self.max_new_tokens < 1, "at least 1"),
-            ("temperature", self.temperature < 0, "0 (no sampling) or more"),
+            ("temperature", not 0 <= self.temperature < float("inf"), "0 (no sampling) or more"),
             ("top-p", not 0 < self.top_p <= 1, "above 0, at most 1"),
         ):
             if wrong:
@@ -168,7 +168,7 @@ def answer(
     if prefill_chunk is not None:
         options["prefill_chunk_size"] = prefill_chunk
     watch = _Watch(loaded.tokenizer, on_text, on_step)
-    set_seed(seed)
+    set_seed(seed % 2**32)
     begin = time.perf_counter()
     with torch.inference_mode():
         output, cache = generate(

@@ -40,6 +40,8 @@ def calibrate(
         if number < 1:
             raise ConfigError(f"--{flag} {number} is below 1 token.")
     words = read_text(text)
+    if out.exists() and out.samefile(text):
+        raise ConfigError(f"--out {out} is the text itself: give another file.")
     if out.is_dir() or not out.parent.is_dir():
         # Before the work, not after it.
         raise DataFileError(f"cannot write {out}: give a file in a folder that exists.")

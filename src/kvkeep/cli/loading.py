@@ -128,6 +128,8 @@ def device_named(name: str) -> Any:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r} is unknown: use auto, cpu, cuda or cuda:1.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported: use auto, cpu, cuda or cuda:1.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but torch sees no GPU: use --device cpu.")
     return device

@@ -5,6 +5,7 @@ Tensors are stored as safetensors only (never pickle), with a JSON header of our
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -59,8 +61,8 @@ def write_tensors(
     header
         JSON-ready facts about the tensors.
     """
-    text = json.dumps({"kind": kind, **header})
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps({"kind": kind, "sha256": _digest(whole), **header})
     with atomic_path(target) as temporary:
         save_file(whole, temporary, metadata={_HEADER: text})
 
@@ -92,4 +94,15 @@ def read_tensors(source: str | os.PathLike[str], kind: str) -> tuple[dict[str, T
     if header.get("kind") != kind:
         found = header.get("kind", "no kvkeep file")
         raise DataFileError(f"{path} is {found!r}, not a {kind} file.")
+    if header.get("sha256") != _digest(tensors):
+        raise DataFileError(f"{path} is damaged: its numbers do not match their checksum. Write it anew.")
     return tensors, header
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names and bytes of tensors."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

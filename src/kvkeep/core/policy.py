@@ -8,6 +8,9 @@ the network, and it holds no state, so that one object can serve any number of g
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +60,16 @@ class Policy(ABC):
     sinks: int = 0
     trigger: DecodeTrigger = "periodic"
     prefill: PrefillTrigger = "defer"
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Check the kinds of all options before any of them is used."""
+        for option, kinds in _plain_kinds(cls).items():
+            if option in options and not _fits(options[option], kinds):
+                wanted = " or ".join(sorted("none" if k is type(None) else k.__name__ for k in kinds))
+                raise ConfigError(
+                    f"{cls.name or cls.__name__}: {option} {options[option]!r} is not {wanted}."
+                )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         budget = Budget.of_entries(self.budget)
@@ -168,6 +181,26 @@ class Policy(ABC):
         return [
             self.select(view, score, count) for view, score, count in zip(views, scores, counts, strict=True)
         ]
+
+
+@functools.cache
+def _plain_kinds(policy: type[Policy]) -> dict[str, frozenset[type]]:
+    """The options that are plain numbers or switches, and what each may be."""
+    try:
+        hints = typing.get_type_hints(policy)
+    except NameError:  # a class that was defined inside a function, with types of that function
+        return {}
+    plain = {int, float, bool, type(None)}
+    kinds = {name: frozenset(typing.get_args(hint)) or frozenset({hint}) for name, hint in hints.items()}
+    return {name: kind for name, kind in kinds.items() if kind <= plain}
+
+
+def _fits(value: Any, kinds: frozenset[type]) -> bool:
+    if isinstance(value, bool) or value is None:
+        return type(value) in kinds
+    if isinstance(value, int):
+        return int in kinds or float in kinds
+    return isinstance(value, float) and float in kinds and math.isfinite(value)
 
 
 def check_scores(name: str, view: LayerView, scores: Tensor) -> None:

@@ -87,6 +87,8 @@ def generate(
     mask = inputs.get("attention_mask")
     lengths = [columns] * rows if mask is None else [int(count) for count in mask.sum(-1).tolist()]
     check_prompt_lengths(lengths, model_spec(model.config).max_positions)
+    if options.get("prefill_chunk_size") is not None:
+        options["prefill_chunk_size"] = chunk_without_rest(columns, options["prefill_chunk_size"])
     copies = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
     cache = RetentionCache(
         model,
@@ -101,6 +103,23 @@ def generate(
         **inputs, max_new_tokens=max_new_tokens, **{cache_argument(model): cache}, **options
     )
     return output, cache
+
+
+def chunk_without_rest(columns: int, chunk: int) -> int:
+    """The smallest chunk of at least ``chunk`` tokens that leaves no single token at the end of a prompt.
+
+    A forward of one token is taken for the first token that is written: the last token of the prompt
+    would then count as generated, and would not be protected with the prompt.
+
+    Examples
+    --------
+    >>> chunk_without_rest(40, 13), chunk_without_rest(40, 20), chunk_without_rest(40, 1)
+    (14, 20, 2)
+    """
+    chunk = max(2, chunk)
+    while columns > 1 and columns % chunk == 1:
+        chunk += 1
+    return chunk
 
 
 def check_prompt_lengths(lengths: Sequence[int], max_positions: int | None) -> None:

@@ -91,6 +91,7 @@ def _shape(cache: RetentionCache) -> dict[str, Any]:
         "heads": spec.heads,
         "kv_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
+        "dtype": str(cache.dtype).removeprefix("torch."),
     }
 
 

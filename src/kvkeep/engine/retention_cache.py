@@ -82,7 +82,7 @@ class RetentionCache(Cache):
                 "budget=1024) or kvkeep.VaSEAttnV(budget=1024)."
             )
         self.spec = model_spec(model.config)
-        self._dtype = model.dtype
+        self.dtype = model.dtype
         budget = policy.amount.resolve(
             context=context,
             rows=rows,

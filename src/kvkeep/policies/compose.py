@@ -91,6 +91,7 @@ class Composed(Policy):
         for name in ("budget", "buffer", "sinks", "trigger", "prefill"):
             object.__setattr__(self, name, getattr(self.base, name))
         object.__setattr__(self, "name", self._label())
+        self._require(self.base.bounded, f"{self.base.name} keeps everything, so there is nothing to choose")
         known = ("top-k", "sample")
         self._require(self.choose in known, f"choose {self.choose!r} is none of {known}")
         self._require(self.temperature > 0, f"temperature {self.temperature} is not positive")
