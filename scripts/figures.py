@@ -16,8 +16,8 @@ WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 190, 46, 52
 # Arms to draw: name in the file, label, colour.
 LINES = (
-    ("full (DynamicCache)", "full cache, DynamicCache", "#b4532a"),
-    ("full (StaticCache)", "full cache, StaticCache", "#8a6d1d"),
+    ("DynamicCache", "full cache, DynamicCache", "#b4532a"),
+    ("StaticCache", "full cache, StaticCache", "#8a6d1d"),
     ("vase-attnv", "kvkeep, vase-attnv at 512", "#1f6f8b"),
 )
 
@@ -86,8 +86,7 @@ def main(arguments: list[str]) -> int:
     if not paths:
         print(__doc__)
         return 2
-    settings = json.loads(paths[0].read_text())["settings"]
-    threads = settings.get("threads")
+    threads = json.loads(paths[0].read_text())["machine"].get("threads")
     caption = f"SmolLM2-135M, float32, {threads} CPU threads" if threads else "SmolLM2-135M, float32, CPU"
     TARGET.parent.mkdir(parents=True, exist_ok=True)
     TARGET.write_text(draw(read(paths), caption))
