@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import kvkeep
 from kvkeep.calibration import LayerStatistics, Provenance, Statistics, load
 from kvkeep.core.errors import DataFileError
+from kvkeep.core.files import tensor_digest
 from kvkeep.core.view import Rope
 from tests.calibration.test_capture import IDS, MODELS
 
@@ -98,6 +99,7 @@ def rewrite(path: Path, header: dict[str, Any], tensors: dict[str, torch.Tensor 
         stored = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
     facts = {name: value for name, value in facts.items() if value is not None}
     whole = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    facts["sha256"] = tensor_digest(whole)  # what is wrong here is not damage on the way
     save_file(whole, path, metadata={"kvkeep": json.dumps(facts)})
 
 

@@ -37,7 +37,7 @@ def test_a_value_of_the_wrong_kind_is_named(text: str, option: str) -> None:
 
 def test_constructors_check_kinds_too() -> None:
     """Python users make the same slips."""
-    with pytest.raises(ConfigError, match="rank 'a' is not int"):
+    with pytest.raises(ConfigError, match="rank 'a' is not a whole number"):
         kvkeep.VaSEDKV(budget=512, rank="a")
     assert kvkeep.VaSEAttnV(budget=512, temperature=2).temperature == 2
 

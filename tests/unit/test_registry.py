@@ -154,7 +154,7 @@ class TestEveryPolicy:
         """Numbers out of range are refused with the policy's name."""
         for options, message in (
             ({"buffer": 0}, f"{name}: buffer 0 is below 1 token."),
-            ({"buffer": 2.5}, f"{name}: buffer must be a whole number."),
+            ({"buffer": 2.5}, f"{name}: buffer 2.5 is not a whole number."),
             ({"sinks": -1}, f"{name}: sinks -1 is negative."),
             ({"trigger": "often"}, "trigger 'often' is unknown"),
             ({"prefill": "often"}, "prefill trigger 'often' is unknown"),

@@ -62,7 +62,7 @@ def write_tensors(
         JSON-ready facts about the tensors.
     """
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    text = json.dumps({"kind": kind, "sha256": _digest(whole), **header})
+    text = json.dumps({"kind": kind, "sha256": tensor_digest(whole), **header})
     with atomic_path(target) as temporary:
         save_file(whole, temporary, metadata={_HEADER: text})
 
@@ -94,12 +94,12 @@ def read_tensors(source: str | os.PathLike[str], kind: str) -> tuple[dict[str, T
     if header.get("kind") != kind:
         found = header.get("kind", "no kvkeep file")
         raise DataFileError(f"{path} is {found!r}, not a {kind} file.")
-    if header.get("sha256") != _digest(tensors):
+    if header.get("sha256") != tensor_digest(tensors):
         raise DataFileError(f"{path} is damaged: its numbers do not match their checksum. Write it anew.")
     return tensors, header
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
+def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names and bytes of tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):

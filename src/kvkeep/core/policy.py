@@ -65,7 +65,7 @@ class Policy(ABC):
         """Check the kinds of all options before any of them is used."""
         for option, kinds in _plain_kinds(cls).items():
             if option in options and not _fits(options[option], kinds):
-                wanted = " or ".join(sorted("none" if k is type(None) else k.__name__ for k in kinds))
+                wanted = " or ".join(words for kind, words in _KINDS.items() if kind in kinds)
                 raise ConfigError(
                     f"{cls.name or cls.__name__}: {option} {options[option]!r} is not {wanted}."
                 )
@@ -183,6 +183,14 @@ class Policy(ABC):
         ]
 
 
+_KINDS: dict[type, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    type(None): "none",
+}
+
+
 @functools.cache
 def _plain_kinds(policy: type[Policy]) -> dict[str, frozenset[type]]:
     """The options that are plain numbers or switches, and what each may be."""
@@ -190,9 +198,8 @@ def _plain_kinds(policy: type[Policy]) -> dict[str, frozenset[type]]:
         hints = typing.get_type_hints(policy)
     except NameError:  # a class that was defined inside a function, with types of that function
         return {}
-    plain = {int, float, bool, type(None)}
     kinds = {name: frozenset(typing.get_args(hint)) or frozenset({hint}) for name, hint in hints.items()}
-    return {name: kind for name, kind in kinds.items() if kind <= plain}
+    return {name: kind for name, kind in kinds.items() if kind <= _KINDS.keys()}
 
 
 def _fits(value: Any, kinds: frozenset[type]) -> bool:
