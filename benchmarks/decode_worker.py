@@ -77,12 +77,13 @@ def kvkeep_arms(model: Any, args: argparse.Namespace) -> tuple[dict[str, Any], d
             arm.step()
         seconds = time.perf_counter() - begin
         arm.end()
+        layer = arm.cache.managed_layers[0] if arm.kind == "policy" else None
+        entries = args.context + arm.steps if layer is None else max(layer.stored.lens)
         arm.release()
-        bounded = arm.kind == "policy"
         return {
             "seconds": seconds,
             "steps": arm.steps,
-            "entries": args.budget if bounded else args.context + arm.steps,
+            "entries": entries,
             "cache_bytes": arm.cache_bytes,
         }
 

@@ -117,6 +117,17 @@ def test_the_share_is_scaled_to_whole_periods() -> None:
     assert even.eviction_ms == missed.eviction_ms == pytest.approx(100.0)
 
 
+def test_a_cache_that_is_still_filling_has_its_own_share(tiny: PreTrainedModel) -> None:
+    """The published protocol starts far below the budget: scaling its few evictions up would be wrong."""
+    settings = DecodeSettings(batch=1, context=10, prompt=10, steps=96, full_steps=1, rounds=1, stock=())
+    report = run_decode(tiny, [VaSEDKV(budget=48, buffer=16)], settings)
+    each = arm(report, "vase-dkv")
+    assert each.evictions == (10 + 96 - 48) // 16
+    measured = each.evictions * each.eviction_ms / (each.step_ms.median * each.steps)
+    assert each.eviction_share == pytest.approx(measured)
+    assert not any("synthetic" in note for note in report.notes)
+
+
 def test_extremes_are_dropped_from_the_trimmed_mean() -> None:
     """The published protocol: five runs, without the quickest and the slowest."""
     blocks = [Block(seconds=s, steps=1) for s in (9.0, 1.0, 2.0, 3.0, 4.0)]

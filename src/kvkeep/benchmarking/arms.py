@@ -190,6 +190,8 @@ class PolicyArm(DecodeArm):
             calibration=calibration,
             profile=True,
         )
+        # From a full budget on there is one eviction per period; before it is full there are fewer.
+        self.steady = policy.bounded and scene.context >= self.cache.policy.amount.count
         self.eviction_seconds: list[float] = []
         self.evictions: list[float] = []
 

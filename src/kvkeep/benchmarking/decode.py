@@ -183,7 +183,7 @@ def _report(
         blocks=timeline.blocks[arm.name],
         eviction_seconds=getattr(arm, "eviction_seconds", []),
         evictions=getattr(arm, "evictions", []),
-        period=arm.policy.buffer if isinstance(arm, PolicyArm) and arm.evicts else None,
+        period=arm.policy.buffer if isinstance(arm, PolicyArm) and arm.steady else None,
         entries_read=arm.entries_read,
         cache_bytes=arm.cache_bytes,
         beside_bytes=arm.beside_bytes,

@@ -93,16 +93,16 @@ class ArmReport:
     ) -> ArmReport:
         """Derive the numbers of one arm from its blocks.
 
-        An eviction happens once per ``period`` steps. A block holds whole periods, so normally as many
-        evictions as it should; the share is scaled by what it should hold over what it held, in case
-        a policy's clock falls differently.
+        With ``period``, an eviction belongs to so many steps. A block holds whole periods, so normally
+        as many evictions as it should; the share is scaled by what it should hold over what it held,
+        in case a policy's clock falls differently. Without, a share is what was measured.
         """
         round_ms = [1e3 * block.step_seconds for block in blocks]
         spread = Spread.of(round_ms)
         share = eviction_ms = None
-        if period is not None and sum(evictions) > 0:
+        if sum(evictions) > 0:
             shares = [
-                seconds * (block.steps / period / count) / block.seconds
+                seconds * (block.steps / period / count if period else 1.0) / block.seconds
                 for seconds, count, block in zip(eviction_seconds, evictions, blocks, strict=True)
                 if count
             ]
