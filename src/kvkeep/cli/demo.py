@@ -27,21 +27,18 @@ def demo(
     as_json: opt.AsJson = False,
 ) -> None:
     """Answer a question about a 2,000-token ship's log, with all of the cache and with a quarter of it."""
-    from kvkeep.cli import report
+    from kvkeep.cli import loading, report
 
+    if model_only:
+        report.note(f"The demo model is at {loading.resolve('demo', report.note)}.")
+        return
     names = [name.strip() for name in policies.split(";") if name.strip()]
     if not names:
         raise ConfigError("no policy was named: give --policies 'full; vase-attnv'.")
     amount = opt.make_budget(None, keep_ratio, None, "counts")
     chosen = [opt.make_policy(name, amount, prefill=prefill) for name in names]
 
-    from kvkeep.cli import loading
-
     source = loading.resolve("demo", report.note)
-    if model_only:
-        report.note(f"The demo model is at {source}.")
-        return
-
     from kvkeep.cli import answering
     from kvkeep.cli.ship_log import QUESTION, demo_prompt
 

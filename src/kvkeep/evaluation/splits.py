@@ -28,7 +28,7 @@ def part_of(problem: str) -> Literal["dev", "confirm"]:
     Examples
     --------
     >>> part_of("test/precalculus/807.json")
-    'confirm'
+    'dev'
     """
     return "dev" if _digest(problem) % 5 < 2 else "confirm"
 
