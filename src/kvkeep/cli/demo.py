@@ -40,7 +40,7 @@ def demo(
 
     source = loading.resolve("demo", report.note)
     from kvkeep.cli import answering
-    from kvkeep.cli.ship_log import QUESTION, demo_prompt
+    from kvkeep.cli.ship_log import DAYS, QUESTION, demo_prompt
 
     with report.waiting("loading SmolLM2-135M-Instruct"):
         loaded = loading.load_model(source, dtype="float32", attention="sdpa", device="auto", threads=threads)
@@ -48,7 +48,7 @@ def demo(
     sampling = answering.Sampling(max_new_tokens=_NEW_TOKENS)
     runs = []
     if not as_json:
-        report.heading(f"A ship's log, and a question about it: {QUESTION}")
+        typer.echo(f"The prompt is the log of a ship, {DAYS} days long, and at its end: {QUESTION}")
     for policy in chosen:
         if not as_json:
             report.heading(f"{policy.name}, asked for {policy.amount if policy.bounded else 'everything'}")
@@ -71,3 +71,5 @@ def demo(
         typer.echo(report.as_json(facts))
         return
     report.show_table(runs)
+    if prefill == "after":
+        report.aside("The peak is the prompt, read in one piece; it is evicted before the first new token.")

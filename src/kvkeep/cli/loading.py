@@ -52,9 +52,12 @@ def resolve(name: str, say: Callable[[str], None]) -> str:
     """The folder or hub id behind a model's name; ``demo`` is the model of ``kvkeep demo``."""
     if name != "demo":
         return str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
-    from kvkeep.cli.demo_model import fetch_demo_model
+    from kvkeep.cli.demo_model import demo_model_folder, demo_model_ready, fetch_demo_model
 
-    return str(fetch_demo_model(say))
+    if not demo_model_ready():
+        quiet_transformers(".")
+        fetch_demo_model(say)
+    return str(demo_model_folder())
 
 
 def load_config(source: str) -> Any:

@@ -39,6 +39,11 @@ def heading(text: str) -> None:
     Console().print(Rule(text, align="left", style="dim"))
 
 
+def aside(text: str) -> None:
+    """A remark under a table."""
+    Console().print(text, style="dim", highlight=False)
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[], None]]:
     """A sign of life on a terminal; calling what it gives ends it early."""
@@ -94,12 +99,11 @@ def show_table(runs: Sequence[Run]) -> None:
             "–" if speed is None else f"{speed:.1f}",
             str(trace.evictions),
         )
-    console = Console()
-    console.print(table)
+    Console().print(table)
     lines = ["tokens: prompt + new. mean, peak: measured entries per KV head and layer, mean while writing."]
     lines += [f"{run.trace.policy}: 0 evicted." for run in runs if not run.trace.evictions]
     for line in lines:
-        console.print(line, style="dim", highlight=False)
+        aside(line)
 
 
 def as_json(facts: Any) -> str:

@@ -7,6 +7,7 @@ import random
 QUESTION = "What is the password of the powder room?"
 FACT = 'The password of the powder room is "marmalade".'
 ANSWER = "marmalade"
+DAYS, FACT_DAY = 36, 20
 
 _WINDS = (
     "light airs from the north",
@@ -78,4 +79,4 @@ def ship_log(days: int, *, fact_day: int, seed: int = 1) -> str:
 
 def demo_prompt() -> str:
     """The prompt of the demo: about 2,000 tokens in the chat template."""
-    return f"Here is the log of the ship Meridian.\n\n{ship_log(36, fact_day=20)}\n\n{QUESTION}"
+    return f"Here is the log of the ship Meridian.\n\n{ship_log(DAYS, fact_day=FACT_DAY)}\n\n{QUESTION}"
