@@ -13,9 +13,11 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | column -t -s '|'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# The model is asked for each time: it lies in a cache folder outside this one, and may have been removed.
 setup: $(READY)  ## Make .venv with pinned versions, and fetch the small model of demo and tests
+	@$(BIN)/kvkeep demo --model-only
 
 $(READY): pyproject.toml constraints/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit("kvkeep needs Python 3.11 or later; say which with: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -23,13 +25,12 @@ $(READY): pyproject.toml constraints/dev.txt
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints/dev.txt pip
 	$(BIN)/pip install --quiet --constraint constraints/dev.txt torch
 	$(BIN)/pip install --quiet --constraint constraints/dev.txt --editable '.[dev]'
-	$(BIN)/kvkeep demo --model-only
 	@touch $@
 
 demo: $(READY)  ## Answer a question about a long text in a quarter of the memory
 	@$(BIN)/kvkeep demo
 
-test: $(READY)  ## Run every check: format, lint, types, layers, generated pages, all tests
+test: setup  ## Run every check: format, lint, types, layers, generated pages, all tests
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
