@@ -1,8 +1,8 @@
 """Muon: momentum whose update is made nearly orthogonal, for the hidden matrices of a small model.
 
-K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). It needs about half the
-tokens that
-AdamW needs here; torch has its own from release 2.9 on.
+K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024). On TRACE it learned the
+first look-ups in 240 steps, where AdamW was at chance after 220 on the same batches. torch has its own
+from release 2.9 on.
 """
 
 from collections.abc import Iterable
