@@ -208,3 +208,13 @@ def test_settings_refuse_what_cannot_be() -> None:
         DecodeSettings(stock=("static-compile",))
     with pytest.raises(UnknownNameError, match="unknown shape 'qwen3-14'"):
         random_model("qwen3-14")
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"), [("qwen3-14b", 14.768e9), ("qwen3-4b", 4.022e9), ("smollm2-135m", 134.5e6)]
+)
+def test_shapes_are_those_of_the_real_models(shape: str, parameters: float) -> None:
+    """Published numbers are compared with a model of this shape; a wrong layer count would decide it."""
+    model = random_model(shape, dtype="bfloat16", device="meta")
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=1e-3)
+    assert model.dtype == torch.bfloat16
