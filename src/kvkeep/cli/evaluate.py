@@ -253,6 +253,8 @@ def show_summary(summary: Summary, out: Path) -> None:
         + ("" if speed is None else f", {speed:.0f} tokens/s"),
         f"  log: {out}",
     ]
+    if summary.budget is not None and not summary.evictions:
+        lines.insert(1, "  0 evicted: the policy never came into play.")
     for name, share in summary.parts.items():
         lines.insert(2, f"  {name}: {100 * share:.1f} %")
     typer.echo("\n".join(lines))

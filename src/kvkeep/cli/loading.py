@@ -49,7 +49,14 @@ def quiet_transformers(source: str) -> None:
 
 
 def resolve(name: str, say: Callable[[str], None]) -> str:
-    """The folder or hub id behind a model's name; ``demo`` is the model of ``kvkeep demo``."""
+    """The folder or hub id behind a model's name.
+
+    ``demo`` is the model of ``kvkeep demo``; ``trace-1`` and its like are reasoners that come with kvkeep.
+    """
+    if name.startswith("trace-"):
+        from kvkeep.testbed.model import SHIPPED
+
+        return str(SHIPPED / name) if (SHIPPED / name).is_dir() else name
     if name != "demo":
         return str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
     from kvkeep.cli.demo_model import demo_model_folder, demo_model_ready, fetch_demo_model

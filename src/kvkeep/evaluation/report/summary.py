@@ -50,6 +50,8 @@ class Summary:
         Share of correct ones among the samples in which an answer was found.
     mean_cache, mean_cache_per_sample, peak_cache, prefill_cache
         Entries per KV head and layer: over steps, over samples, the largest, at the end of the prompt.
+    evictions
+        Rounds of eviction per sample, on average.
     tokens, at_limit
         Mean new tokens; share of samples that ended at the length limit.
     tokens_per_second
@@ -81,6 +83,7 @@ class Summary:
     mean_cache_per_sample: float
     peak_cache: float
     prefill_cache: float
+    evictions: float
     tokens: float
     at_limit: float
     tokens_per_second: float | None
@@ -134,6 +137,7 @@ def summarise(run: Run) -> Summary:
         mean_cache_per_sample=run.mean_cache_per_sample,
         peak_cache=max(sample.peak_cache for sample in samples),
         prefill_cache=run.prefill_cache,
+        evictions=float(np.mean([sample.extra.get("evictions", 0) for sample in samples])),
         tokens=float(np.mean([sample.tokens for sample in samples])),
         at_limit=_share([sample.extra.get("finish") == "length" for sample in samples]) or 0.0,
         tokens_per_second=sum(sample.tokens for sample in samples) / writing if writing > 0 else None,

@@ -55,6 +55,7 @@ def result_table(summaries: Sequence[Summary]) -> Table:
                 f"{each.mean_cache_per_sample:.1f}",
                 f"{each.peak_cache:.0f}",
                 f"{each.prefill_cache:.1f}",
+                f"{each.evictions:.1f}",
                 f"{each.problems} × {each.draws}",
             )
         )
@@ -68,6 +69,7 @@ def result_table(summaries: Sequence[Summary]) -> Table:
             "per sample",
             "peak",
             "after prompt",
+            "evictions",
             "problems × draws",
         ),
         rows=tuple(rows),

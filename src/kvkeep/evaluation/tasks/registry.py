@@ -23,6 +23,7 @@ _HOMES = {
     "math500": "kvkeep.evaluation.tasks.math500:MATH500",
     "needle": "kvkeep.evaluation.tasks.needle:Needle",
     "ruler": "kvkeep.evaluation.tasks.ruler:Ruler",
+    "trace": "kvkeep.evaluation.tasks.trace:Trace",
 }
 
 
