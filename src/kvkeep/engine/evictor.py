@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvkeep.core.decision import KeepCounts
-from kvkeep.core.errors import BudgetError
+from kvkeep.core.decision import KeepCounts, KeepDecision
+from kvkeep.core.errors import BudgetError, CacheIntegrityError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.rows import Rows
@@ -129,12 +129,22 @@ class Evictor:
             views.append(layer.view(rows))
         decisions = self.policy.decide(views, counts)
         for layer, decision in zip(layers, decisions, strict=True):
+            self._check_shape(decision, len(rows), layer, max(lens))
             layer.compact(rows, decision, lens)
             self.counter.evicted(layer.place, len(rows))
         for row in rows:
             self.rows.evicted_at[row] = self.rows.seq_lens[row]
         if self.profile:
             self.seconds += self._clock(layers[0]) - begin
+
+    def _check_shape(self, decision: KeepDecision, rows: int, layer: RetentionLayer, kept: int) -> None:
+        """What can be told without reading the device; :meth:`KeepDecision.check` tells the rest."""
+        shape, expected = tuple(decision.indices.shape), (rows, layer.stored.keys.shape[1], kept)
+        if shape != expected:
+            raise CacheIntegrityError(
+                f"{self.policy.name} decided on layer {layer.index} with indices of shape {shape}; expected "
+                f"[rows, kv_heads, kept] = {expected}. Run kvkeep.testing.check_policy on the policy."
+            )
 
     def _check_protection(self, rows: list[int]) -> None:
         if not self.policy.protects_prompt or self.policy.amount.prompt == "kept":

@@ -56,6 +56,8 @@ def frozen(subject: Subject) -> None:
 def rebuilt_from_options(subject: Subject) -> None:
     """Run logs hold the options; without a way back a run cannot be repeated."""
     policy, kind = subject.policy, type(subject.policy)
+    missing = {field.name for field in dataclasses.fields(policy) if field.init} - policy.options().keys()
+    require(not missing, f"options() leaves out {sorted(missing)}")
     require(kind(**policy.options()) == policy, "kind(**policy.options()) differs from the policy")
     try:
         text = json.dumps(policy.options())

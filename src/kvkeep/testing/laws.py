@@ -69,8 +69,8 @@ def prompts_in_chunks(subject: Subject) -> None:
 
 def alone_as_in_a_batch(subject: Subject) -> None:
     """What a sequence keeps depends on it alone: not on neighbours, padding, or the order of rows."""
-    longest = subject.prompts[0]
-    prompts = (longest, 1, longest // 2, max(1, longest - 3), 4)
+    longest, _, shorter = subject.prompts  # these two evict on the same steps, the others on their own
+    prompts = (longest, 1, longest // 2, shorter, 4)
     batch = subject.run(prompts=prompts)
     kept, logits = batch.kept(), batch.logits[-1][:, -1]
     for rows in ([3, 0, 4, 1, 2], [0], [1], [3]):

@@ -81,14 +81,18 @@ class Subject:
 
     @property
     def prompts(self) -> tuple[int, int, int]:
-        """Prompt lengths of three rows: longer than the budget where the policy allows it, tiny, and half."""
+        """Prompt lengths of three rows: two above the budget where the policy allows it, and a tiny one.
+
+        The two differ by the buffer, so that they evict on the same steps while they hold different
+        numbers of entries.
+        """
         if not self.policy.bounded:
             return 30, 2, 12
-        count = self.policy.amount.count
-        longest = count + self.policy.buffer + 3
+        count, buffer = self.policy.amount.count, self.policy.buffer
+        longest = count + 2 * buffer + 3
         if self.policy.protects_prompt and self.policy.amount.prompt == "counts":
             longest = count - self.policy.recent
-        return longest, 2, longest // 2
+        return longest, 2, max(1, longest - buffer)
 
     @property
     def new(self) -> int:

@@ -1,0 +1,36 @@
+"""A compiled forward works with a kvkeep cache, and does not compile anew at every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import kvkeep
+from kvkeep.testing.models import left_padded, tiny_model, tokens
+from kvkeep.testing.watching import feed
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_agrees_and_compiles_a_bounded_number_of_times(family: str) -> None:
+    """A guard on a length that changes every step would recompile until torch gives up."""
+    torch._dynamo.reset()
+    policy = kvkeep.VaSEAttnV(budget=24, buffer=8)
+    ids, mask = left_padded((9, 20))
+    ids = torch.cat([ids, tokens(2, 60, seed=1)], 1)
+    mask = torch.cat([mask, torch.ones(2, 60, dtype=torch.int64)], 1)
+    model = tiny_model(family)
+    plain = feed(model, kvkeep.RetentionCache(model, policy), ids, mask, [20, *[1] * 60])
+    counter = CompileCounter()  # counts graphs and runs them as they are: no C++ compiler is needed
+    compiled = torch.compile(model, backend=counter)
+    cache = kvkeep.RetentionCache(model, policy)
+    ours = feed(compiled, cache, ids, mask, [20, *[1] * 30])
+    graphs = counter.frame_count
+    ours += feed(compiled, cache, ids, mask, [1] * 30)
+    assert max(float((a - b).abs().max()) for a, b in zip(plain, ours, strict=True)) < 1e-5
+    assert cache.trace.evictions >= 6
+    assert 0 < graphs
+    assert counter.frame_count == graphs  # thirty more steps and three more evictions: nothing new
