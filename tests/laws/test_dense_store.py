@@ -93,9 +93,7 @@ class Twin(RuleBasedStateMachine):
         """The newest entries are taken back; positions go on from what is left."""
         lens = [data.draw(st.integers(0, length)) for length in self.store.lens]
         self.store.truncate(lens)
-        self.rows = [
-            [head[:length] for head in heads] for heads, length in zip(self.rows, lens, strict=True)
-        ]
+        self.rows = [[head[:length] for head in heads] for heads, length in zip(self.rows, lens, strict=True)]
         newest = [[head[-1][1] for head in heads if head] for heads in self.rows]
         self.seen = [max(positions, default=-1) + 1 for positions in newest]
 

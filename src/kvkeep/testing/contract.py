@@ -6,8 +6,6 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 from unittest import SkipTest
 
 import torch
@@ -17,9 +15,10 @@ from kvkeep.core.decision import KeepCounts, KeepDecision
 from kvkeep.core.errors import CacheIntegrityError, ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.core.traits import Traits
-from kvkeep.core.view import LayerView, QueryMoments
+from kvkeep.core.view import LayerView
 from kvkeep.engine.spec import model_spec
 from kvkeep.testing.subject import Subject, require, shared_model
+from kvkeep.testing.variants import flipped, paired_tensors, with_contents, with_empty_slots
 from kvkeep.testing.watching import copy_view
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -100,7 +99,9 @@ def protection_is_by_position(subject: Subject) -> None:
 def protection_survives_ties(subject: Subject) -> None:
     """When all scores are equal nothing but the mask tells a sink from the rest."""
     for eviction in subject.evictions():
-        views = [_with(view, torch.ones_like, torch.ones_like, torch.zeros_like) for view in eviction.views]
+        views = [
+            with_contents(view, torch.ones_like, torch.ones_like, torch.zeros_like) for view in eviction.views
+        ]
         _check(subject.policy, views, eviction.counts, _decide(subject.policy, views, eviction.counts))
 
 
@@ -108,7 +109,9 @@ def protection_survives_large_float16(subject: Subject) -> None:
     """Squares of large float16 numbers are infinite; a score of infinity must not push a sink out."""
     for eviction in subject.evictions():
         views = [
-            _with(view, lambda k: (k.sign() * 75).half(), lambda v: (v.sign() * 6e4).half(), Tensor.half)
+            with_contents(
+                view, lambda k: (k.sign() * 75).half(), lambda v: (v.sign() * 6e4).half(), Tensor.half
+            )
             for view in eviction.views
         ]
         _check(subject.policy, views, eviction.counts, _decide(subject.policy, views, eviction.counts))
@@ -133,7 +136,7 @@ def inputs_are_left_alone(subject: Subject) -> None:
         views = [copy_view(view) for view in eviction.views]
         _decide(subject.policy, views, eviction.counts)
         for before, after in zip(eviction.views, views, strict=True):
-            for name, old, new in _tensors(before, after):
+            for name, old, new in paired_tensors(before, after):
                 require(torch.equal(old, new), f"the policy wrote to view.{name}")
 
 
@@ -159,7 +162,7 @@ def same_stream_same_decision(subject: Subject) -> None:
 def empty_slots_do_not_count(subject: Subject) -> None:
     """Slots behind a row's entries hold rubbish, and how many there are depends on the other rows."""
     for eviction in subject.evictions():
-        views = [_with_empty_slots(view) for view in eviction.views]
+        views = [with_empty_slots(view) for view in eviction.views]
         decisions = _decide(subject.policy, views, eviction.counts)
         require(
             _positions(views, decisions) == _positions(eviction.views, eviction.decisions),
@@ -173,8 +176,8 @@ def heads_are_alike(subject: Subject) -> None:
     if traits.random or traits.calibration:
         raise SkipTest(f"{subject.policy.name} draws or calibrates per head")
     for eviction in subject.evictions():
-        decisions = _decide(subject.policy, [_flipped(view) for view in eviction.views], eviction.counts)
-        there = _positions([_flipped(view) for view in eviction.views], decisions)
+        decisions = _decide(subject.policy, [flipped(view) for view in eviction.views], eviction.counts)
+        there = _positions([flipped(view) for view in eviction.views], decisions)
         back = [[row[::-1] for row in layer] for layer in there]
         require(
             back == _positions(eviction.views, eviction.decisions), "another order of heads, another choice"
@@ -228,75 +231,3 @@ def _kept_positions(view: LayerView, decision: KeepDecision) -> list[list[list[i
 
 def _positions(views: Sequence[LayerView], decisions: Sequence[KeepDecision]) -> list[list[list[list[int]]]]:
     return [_kept_positions(view, decision) for view, decision in zip(views, decisions, strict=True)]
-
-
-def _with(
-    view: LayerView,
-    keys: Callable[[Tensor], Tensor],
-    values: Callable[[Tensor], Tensor],
-    queries: Callable[[Tensor], Tensor],
-) -> LayerView:
-    recorded = dict(view.recorded)
-    if "queries" in recorded:
-        recorded["queries"] = queries(recorded["queries"])
-    if "attention_sum" in recorded:
-        recorded["attention_sum"] = torch.ones_like(recorded["attention_sum"])
-    return replace(view, keys=keys(view.keys), values=values(view.values), recorded=recorded)
-
-
-def _tensors(before: Any, after: Any, prefix: str = "") -> list[tuple[str, Tensor, Tensor]]:
-    """Pairs of tensors of two views by name, recorded fields included."""
-    pairs = []
-    for field in dataclasses.fields(before):
-        old, new = getattr(before, field.name), getattr(after, field.name)
-        if isinstance(old, Tensor):
-            pairs.append((prefix + field.name, old, new))
-        elif field.name == "recorded":
-            for name, value in old.items():
-                if isinstance(value, Tensor):
-                    pairs.append((name, value, new[name]))
-                elif dataclasses.is_dataclass(value):
-                    pairs += _tensors(value, new[name], f"{name}.")
-    return pairs
-
-
-def _with_empty_slots(view: LayerView, count: int = 3) -> LayerView:
-    def wider(tensor: Tensor, fill: float) -> Tensor:
-        shape = (*tensor.shape[:2], count, *tensor.shape[3:])
-        return torch.cat([tensor, tensor.new_full(shape, fill)], dim=2)
-
-    recorded = {
-        name: wider(value, 100.0) if name in ("attention_sum", "log_retention") else value
-        for name, value in view.recorded.items()
-    }
-    return replace(
-        view,
-        keys=wider(view.keys, 9.0),
-        values=wider(view.values, -9.0),
-        positions=wider(view.positions, 5),
-        valid=wider(view.valid, False),
-        protected=wider(view.protected, False),
-        recorded=recorded,
-        even=False,
-    )
-
-
-def _flipped(view: LayerView) -> LayerView:
-    """The view with its KV heads in reverse order, their query heads with them."""
-    kv_heads = view.shape[1]
-
-    def flip(tensor: Tensor) -> Tensor:
-        grouped = tensor.unflatten(1, (kv_heads, tensor.shape[1] // kv_heads))
-        return grouped.flip(1).flatten(1, 2)
-
-    recorded: dict[str, Any] = {}
-    for name, value in view.recorded.items():
-        if name in ("queries", "attention_sum", "log_retention"):
-            value = flip(value)
-        elif isinstance(value, QueryMoments):
-            value = QueryMoments(flip(value.mean), flip(value.covariance))
-        recorded[name] = value
-    flipped: dict[str, Any] = {
-        name: flip(getattr(view, name)) for name in ("keys", "values", "positions", "valid", "protected")
-    }
-    return replace(view, **flipped, recorded=recorded)
