@@ -20,16 +20,19 @@ def test_a_compiled_model_agrees_and_compiles_a_bounded_number_of_times(family: 
     torch._dynamo.reset()
     policy = kvkeep.VaSEAttnV(budget=24, buffer=8)
     ids, mask = left_padded((9, 20))
-    ids = torch.cat([ids, tokens(2, 60, seed=1)], 1)
-    mask = torch.cat([mask, torch.ones(2, 60, dtype=torch.int64)], 1)
+    ids = torch.cat([ids, tokens(2, 61, seed=1)], 1)
+    mask = torch.cat([mask, torch.ones(2, 61, dtype=torch.int64)], 1)
     model = tiny_model(family)
     plain = feed(model, kvkeep.RetentionCache(model, policy), ids, mask, [20, *[1] * 60])
     counter = CompileCounter()  # counts graphs and runs them as they are: no C++ compiler is needed
     compiled = torch.compile(model, backend=counter)
     cache = kvkeep.RetentionCache(model, policy)
-    ours = feed(compiled, cache, ids, mask, [20, *[1] * 30])
-    graphs = counter.frame_count
-    ours += feed(compiled, cache, ids, mask, [1] * 30)
+    # Attention runs outside the graphs, so that each function on the way to it is compiled by itself;
+    # the wrapper that transformers puts around several of them counts for all its users together.
+    with torch._dynamo.config.patch(recompile_limit=32, fail_on_recompile_limit_hit=True):
+        ours = feed(compiled, cache, ids, mask, [20, *[1] * 30])
+        graphs = counter.frame_count
+        ours += feed(compiled, cache, ids, mask, [1] * 30)
     assert max(float((a - b).abs().max()) for a, b in zip(plain, ours, strict=True)) < 1e-5
     assert cache.trace.evictions >= 6
     assert graphs > 0

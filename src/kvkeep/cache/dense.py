@@ -41,7 +41,7 @@ class DenseStore:
         # Positions fit 32 bits; half the bytes of torch's default index type.
         self.positions = torch.zeros(batch, heads, capacity, dtype=torch.int32, device=like_keys.device)
         self.extras = {name: torch.zeros(batch, heads, capacity, device=like_keys.device) for name in extras}
-        self.lens: list[int] = [0] * batch
+        self.lens = [0] * batch
 
     @property
     def batch(self) -> int:
@@ -54,14 +54,16 @@ class DenseStore:
         return int(self.keys.shape[2])
 
     @property
-    def longest(self) -> int:
-        """Entries of the fullest row."""
-        return max(self.lens, default=0)
+    def lens(self) -> list[int]:
+        """Entries per row; set as a whole, never in place."""
+        return self._lens
 
-    @property
-    def even(self) -> bool:
-        """Whether all rows hold equally many entries (then no mask is needed to read them)."""
-        return len(set(self.lens)) <= 1
+    @lens.setter
+    def lens(self, lens: Sequence[int]) -> None:
+        self._lens = list(lens)
+        # Plain attributes: a compiled forward guards what it reads, here one number instead of a list.
+        self.longest = max(self._lens, default=0)
+        self.even = len(set(self._lens)) <= 1
 
     @property
     def nbytes(self) -> int:
@@ -162,8 +164,10 @@ class DenseStore:
             for source, row in enumerate(rows):
                 kept = new_lens[source]
                 tensor[row, :, :kept].copy_(moved[source, :, :kept])
+        lens = list(self.lens)
         for row, length in zip(rows, new_lens, strict=True):
-            self.lens[row] = length
+            lens[row] = length
+        self.lens = lens
 
     def _flat(self, rows: Sequence[int], indices: Tensor) -> Tensor:
         heads = self.keys.shape[1]
@@ -179,7 +183,7 @@ class DenseStore:
 
     def truncate(self, lens: Sequence[int]) -> None:
         """Forget the newest entries of each row."""
-        self.lens = list(lens)
+        self.lens = lens
 
     def valid(self, entries: int, rows: Sequence[int] | None = None) -> Tensor:
         """bool ``[rows, kv_heads, entries]``: slots that hold an entry."""

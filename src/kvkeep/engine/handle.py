@@ -43,6 +43,8 @@ class LayerHandle:
         return self.layer.forward(self, attend, backend, module, query, mask, options)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # asked by Python's own machinery and by torch.compile
         raise CacheError(
             f"the attention function asked a kvkeep handle for {name!r}: it is not kvkeep's. Call "
             "kvkeep.prepare(model) after changing the attention implementation, or build the "
