@@ -12,7 +12,7 @@ from kvkeep.benchmarking.arms import PolicyArm, Scene
 from kvkeep.benchmarking.memory import PeakMemory
 from kvkeep.benchmarking.models import random_prompt
 from kvkeep.benchmarking.report import describe_machine, markdown_table
-from kvkeep.benchmarking.timing import Clock, Progress
+from kvkeep.benchmarking.timing import Clock, Progress, Spread, alternate
 from kvkeep.calibration.capture import capture
 from kvkeep.core.budget import format_bytes
 from kvkeep.core.errors import ConfigError
@@ -29,6 +29,9 @@ class FlatSettings:
         Sequences; tokens read before decoding begins.
     tokens, window
         Tokens to decode in one run; tokens that are averaged.
+    rounds
+        After the run: rounds in which a cache that has seen one window and the one that has seen all tokens
+        decode one eviction period each, in turns. Their ratio does not suffer from load that drifts.
     seed
         Of prompt and policy.
 
@@ -42,10 +45,11 @@ class FlatSettings:
     prompt: int = 64
     tokens: int = 32768
     window: int = 1024
+    rounds: int = 9
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "prompt", "window"):
+        for name in ("batch", "prompt", "window", "rounds"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)} is below 1.")
         if self.tokens < 2 * self.window:
@@ -88,6 +92,8 @@ class FlatReport:
     policy: str
     budget: int
     windows: list[Window]
+    early: int
+    late_over_early: Spread
 
     @property
     def steady(self) -> list[Window]:
@@ -141,7 +147,11 @@ class FlatReport:
 
     def footer(self) -> list[str]:
         """The verdict."""
+        ratio, tokens = self.late_over_early, self.settings.tokens
         return [
+            f"a step after {tokens} tokens over a step after {self.early}, decoded in turns: "
+            f"{ratio.median:.3f} (quartiles {ratio.low:.3f} – {ratio.high:.3f}, {self.settings.rounds} "
+            "rounds)",
             f"largest deviation from the median window, behind the first {self.settings.window} tokens: "
             f"{100 * self.deviation():.1f} % (of plain means: {100 * self.deviation('ms'):.1f} %)",
             "every token was really decoded; nothing is synthetic here",
@@ -167,31 +177,58 @@ def run_flat(
     progress
         Called with (tokens done, tokens planned, label).
     """
+    device = model.device
     prompt = random_prompt(model, settings.batch, settings.prompt, settings.seed)
-    gauge = PeakMemory(prompt.device)
+    gauge, clock = PeakMemory(device), Clock(device)
     scene = Scene(prompt=prompt, context=settings.prompt, seed=settings.seed, peak=gauge)
     if calibration is None and policy.traits.calibration:
         calibration = capture(model, prompt[0])
-    arm = PolicyArm(model, scene, settings.tokens, policy, calibration)
-    arm.begin()
-    clock, period = Clock(prompt.device), policy.buffer
+    early = max(settings.window, policy.amount.count) if policy.bounded else settings.window
+    planned = settings.tokens + early
     windows: list[Window] = []
     steps: list[float] = []
-    for done in range(1, settings.tokens + 1):
-        steps.append(clock.measure(arm.step))
-        if progress is not None:
-            progress(done, settings.tokens, policy.name)
-        if done % settings.window == 0:
-            arm.end()
-            windows.append(_window(done, steps, period, gauge.now(), arm.cache_bytes))
-            steps = []
+
+    def decode(tokens: int, before: int) -> Resumed:
+        """A cache that has decoded so many tokens; times its steps on the way."""
+        arm = PolicyArm(model, scene, settings.tokens, policy, calibration)
+        arm.begin()
+        for done in range(1, tokens + 1):
+            steps.append(clock.measure(arm.step))
+            if progress is not None:
+                progress(before + done, planned, policy.name)
+            if before == 0 and done % settings.window == 0:
+                arm.end()
+                windows.append(_window(done, steps, policy.buffer, gauge.now(), arm.cache_bytes))
+                steps.clear()
+        return Resumed(f"after {tokens}", arm)
+
+    late = decode(settings.tokens, 0)
+    young = decode(early, settings.tokens)
+    timeline = alternate([young, late], rounds=settings.rounds, clock=clock)
     return FlatReport(
         machine=describe_machine(model),
         settings=settings,
         policy=policy.name,
-        budget=arm.cache.policy.amount.count if policy.bounded else settings.tokens,
+        budget=late.arm.cache.policy.amount.count if policy.bounded else settings.tokens,
         windows=windows,
+        early=early,
+        late_over_early=Spread.of(timeline.ratios(late.name, young.name)),
     )
+
+
+class Resumed:
+    """An arm whose cache goes on from where it stands, one eviction period per block."""
+
+    evicts = True
+
+    def __init__(self, name: str, arm: PolicyArm) -> None:
+        self.name, self.arm, self.steps = name, arm, arm.policy.buffer
+        self.step = arm.step
+
+    def begin(self) -> None:
+        """The cache is as its last block left it."""
+
+    end = release = begin
 
 
 def _window(end: int, steps: list[float], period: int, memory: int, cache: int) -> Window:

@@ -122,6 +122,9 @@ def flat(
     prompt: Annotated[int, typer.Option(help="Tokens read before decoding begins.")] = 64,
     tokens: Annotated[int, typer.Option(help="Tokens to decode, all for real.")] = 32768,
     window: Annotated[int, typer.Option(help="Tokens that are averaged.")] = 1024,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds after the run, in which a young and the old cache take turns.")
+    ] = 9,
     budget: Budget = 512,
     buffer: opt.Buffer = None,
     dtype: opt.Dtype = "float32",
@@ -139,7 +142,9 @@ def flat(
     _check_writable(out)
     from kvkeep.benchmarking.flat import FlatSettings, run_flat
 
-    settings = FlatSettings(batch=batch, prompt=prompt, tokens=tokens, window=window, seed=seed)
+    settings = FlatSettings(
+        batch=batch, prompt=prompt, tokens=tokens, window=window, rounds=rounds, seed=seed
+    )
     loaded, statistics = _load(model, shape, dtype, device, threads, seed, calibration)
     with _progress() as progress:
         report = run_flat(loaded, chosen[0], settings, calibration=statistics, progress=progress)
