@@ -85,6 +85,34 @@ def test_the_split_of_math500_is_the_frozen_one(run: Run) -> None:
     )
 
 
+def test_texts_are_graded_again_without_generating(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """A mended grader is applied to old texts; the old log stays as evidence of what was done."""
+    place = ("--model", tiny_folder, "--out", tmp_path / "old")
+    facts(run("eval", *TASK, *POLICY, *place, "--json"))
+    path = tmp_path / "old" / "run.jsonl"
+    before = path.read_text()
+    sample = read_log(tmp_path / "old").run.samples[0]
+    assert sample.answer_class != "correct"
+    number = needle_number(sample.id)
+    path.write_text(before.replace(json.dumps(sample.extra["text"]), f'"It is {number}."', 1))
+    found = facts(run("eval", "regrade", tmp_path / "old", "--out", tmp_path / "new", "--json"))
+    assert found["outcomes"]["correct"] == 1
+    log = read_log(tmp_path / "new")
+    assert log.footer is not None
+    assert {s.key for s in log.run.samples} == {s.key for s in read_log(tmp_path / "old").run.samples}
+    assert "regraded_from" in log.run.header.extra
+    again = run("eval", "regrade", tmp_path / "old", "--out", tmp_path / "new")
+    assert again.exit_code == 2
+    assert "exists" in again.stderr
+
+
+def needle_number(name: str) -> str:
+    """The right answer to one of the problems of TASK."""
+    from kvkeep.evaluation.tasks.registry import make_task
+
+    return next(p.reference for p in make_task("needle(length=80, count=6)").all_problems() if p.id == name)
+
+
 def test_match_finds_the_budget_of_equal_memory(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
     """Policies compared at equal names instead of equal memory are not compared at all."""
     task = ("--task", "needle(length=80, count=12)", "--max-new-tokens", 40, "--temperature", 1)

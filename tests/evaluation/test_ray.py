@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvkeep.core.errors import ConfigError, KvkeepError
 from kvkeep.evaluation.generator import Job
 from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.runlog import read_run
 from kvkeep.evaluation.runner import Plan, evaluate
+from tests.evaluation.models import tiny_model, word_tokenizer
 from tests.evaluation.scripted import Script, Sums
 
 ray = pytest.importorskip("ray")
@@ -88,3 +91,26 @@ def test_no_workers_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="at least 1"):
         RayGenerator(Script, workers=0)
+
+
+def test_the_command_spreads_a_real_model(tmp_path: Path) -> None:
+    """`kvkeep eval --ray` as it is typed: policy, task and model travel to the workers."""
+    from typer.testing import CliRunner
+
+    from kvkeep.cli.app import app
+
+    tiny_model().to(torch.float32).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ["eval", "--task", "needle(length=80, count=6)", "--draws", "2"]
+    arguments += ["--model", str(tmp_path / "model")]
+    arguments += ["--policy", "vase-attnv", "--budget", "24", "--buffer", "8", "--temperature", "1"]
+    arguments += ["--batch-size", "3", "--max-new-tokens", "8", "--json"]
+    alone = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "alone")])
+    spread = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "ray"), "--ray", "--workers", "2"])
+    assert spread.exit_code == alone.exit_code == 0, spread.stderr
+    runs = [{s.key: s for s in read_run(tmp_path / name).samples} for name in ("alone", "ray")]
+    assert runs[0].keys() == runs[1].keys()
+    for key, sample in runs[0].items():
+        assert runs[1][key].extra["text"] == sample.extra["text"]
+        assert runs[1][key].mean_cache == sample.mean_cache
+    assert read_run(tmp_path / "ray").header.extra["ray_workers"] == 2

@@ -140,6 +140,34 @@ def split_command(
         typer.echo(f"{name}: {found['problems']} problems, sha256 of ids {found['ids_sha256']}")
 
 
+@app.command("regrade")
+def regrade_command(
+    run: Annotated[Path, typer.Argument(help="A run that `kvkeep eval` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder for the new log.")],
+    data: flags.Data = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Grade the texts of a run again, into a new log, without generating anything."""
+    from kvkeep.cli import report
+    from kvkeep.core.errors import DataFileError
+    from kvkeep.evaluation.regrade import regrade
+    from kvkeep.evaluation.report.summary import summarise
+    from kvkeep.evaluation.runlog import read_run
+    from kvkeep.evaluation.tasks.registry import make_task
+
+    header = read_run(run).header
+    request = header.extra.get("request")
+    if not request:
+        raise DataFileError(
+            f"run {header.run!r} does not say how its task was made."
+        )
+    summary = summarise(regrade(make_task(request["task"], data=data or request["data"]), run, out))
+    if as_json:
+        typer.echo(report.as_json({"out": str(out), **summary.as_dict()}))
+        return
+    show_summary(summary, out)
+
+
 def part(name: str) -> Any:
     """Check the name of a part."""
     if name not in ("dev", "confirm", "all"):
