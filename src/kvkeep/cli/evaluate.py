@@ -158,9 +158,7 @@ def regrade_command(
     header = read_run(run).header
     request = header.extra.get("request")
     if not request:
-        raise DataFileError(
-            f"run {header.run!r} does not say how its task was made."
-        )
+        raise DataFileError(f"run {header.run!r} does not say how its task was made.")
     summary = summarise(regrade(make_task(request["task"], data=data or request["data"]), run, out))
     if as_json:
         typer.echo(report.as_json({"out": str(out), **summary.as_dict()}))
