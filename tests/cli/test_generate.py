@@ -160,3 +160,13 @@ def test_full_needs_no_budget(run: Run, tiny_folder: Path) -> None:
     result = run("generate", words(20), "--model", tiny_folder, "--policy", "full", "--max-new-tokens", 5)
     assert result.exit_code == 0, result.stderr
     assert "0 evicted" in result.stdout
+
+
+def test_text_beyond_the_models_positions_is_owned_up_to(run: Run, tiny_folder: Path) -> None:
+    """A bounded cache never stops by itself; past its positions the model only seems to go on."""
+    arguments = ("generate", words(505), "--no-chat", "--model", tiny_folder, *SHORT)
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "13 tokens lie beyond the model's positions" in " ".join(result.stdout.split())
+    assert facts(run(*arguments, "--json"))["tokens_beyond_positions"] == 13
+    assert facts(run("generate", words(9), *arguments[2:], "--json"))["tokens_beyond_positions"] == 0

@@ -68,6 +68,8 @@ class Run:
         Until the first new token, and from it to the last.
     trace
         Measured memory.
+    beyond
+        Tokens of the longest sequence that lie beyond the positions the model was made for.
     """
 
     texts: list[str]
@@ -76,6 +78,7 @@ class Run:
     read_seconds: float
     write_seconds: float
     trace: Trace
+    beyond: int = 0
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -183,13 +186,16 @@ def answer(
             **options,
         )
     new = [_until_end(row, loaded.model) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+    prompt_tokens = [int(count) for count in inputs["attention_mask"].sum(-1).tolist()]
+    longest = max(read + len(row) for read, row in zip(prompt_tokens, new, strict=True))
     return Run(
         texts=[loaded.tokenizer.decode(row, skip_special_tokens=True) for row in new],
-        prompt_tokens=[int(count) for count in inputs["attention_mask"].sum(-1).tolist()],
+        prompt_tokens=prompt_tokens,
         new_tokens=[len(row) for row in new],
         read_seconds=watch.times[1] - begin,
         write_seconds=watch.times[-1] - watch.times[1],
         trace=cache.trace,
+        beyond=max(0, longest - (cache.spec.max_positions or longest)),
     )
 
 

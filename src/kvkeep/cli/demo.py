@@ -19,8 +19,12 @@ def demo(
     ] = "full; vase-attnv",
     keep_ratio: Annotated[float, typer.Option(help="Memory of each policy, as a part of the full.")] = 0.25,
     prefill: Annotated[
-        str, typer.Option(help="When to evict while reading: defer, after or chunk.")
-    ] = "after",
+        str | None,
+        typer.Option(
+            help="When to evict while reading: defer, after, chunk [after; chunk with --prefill-chunk]."
+        ),
+    ] = None,
+    prefill_chunk: opt.PrefillChunk = None,
     seed: opt.Seed = 0,
     threads: opt.Threads = None,
     model_only: Annotated[bool, typer.Option(help="Only fetch and convert the model.")] = False,
@@ -36,7 +40,9 @@ def demo(
     if not names:
         raise ConfigError("no policy was named: give --policies 'full; vase-attnv'.")
     amount = opt.make_budget(None, keep_ratio, None, "counts")
-    chosen = [opt.make_policy(name, amount, prefill=prefill) for name in names]
+    # A short answer would end before the periodic trigger of most policies evicts for the first time.
+    prefill = prefill or ("after" if prefill_chunk is None else "chunk")
+    chosen = [opt.make_policy(name, amount, prefill=prefill, prefill_chunk=prefill_chunk) for name in names]
 
     source = loading.resolve("demo", report.note)
     from kvkeep.cli import answering
@@ -60,6 +66,7 @@ def demo(
                     [prompt],
                     sampling,
                     seed=seed,
+                    prefill_chunk=prefill_chunk,
                     on_text=None if as_json else report.write,
                     on_step=done,
                 )

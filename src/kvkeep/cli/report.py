@@ -102,6 +102,11 @@ def show_table(runs: Sequence[Run]) -> None:
     Console().print(table)
     lines = ["tokens: prompt + new. mean, peak: measured entries per KV head and layer, mean while writing."]
     lines += [f"{run.trace.policy}: 0 evicted." for run in runs if not run.trace.evictions]
+    lines += [
+        f"{run.trace.policy}: {run.beyond} tokens lie beyond the model's positions: do not trust them."
+        for run in runs
+        if run.beyond
+    ]
     for line in lines:
         aside(line)
 
@@ -130,5 +135,6 @@ def as_dict(model: str, policy: Policy, seed: int, run: Run) -> dict[str, Any]:
         "read_seconds": round(run.read_seconds, 3),
         "write_seconds": round(run.write_seconds, 3),
         "tokens_per_second": None if run.tokens_per_second is None else round(run.tokens_per_second, 2),
+        "tokens_beyond_positions": run.beyond,
         "trace": run.trace.as_dict(),
     }
