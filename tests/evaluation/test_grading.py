@@ -41,10 +41,10 @@ def test_every_gold_is_right_and_no_other_gold_is(grader: MathsGrader) -> None:
     answers = golds()
     assert [a for a in answers if grader.compare(a, a)[0] != "correct"] == []
     other = random.Random(0).sample(answers, len(answers))
-    pairs = list(zip(answers, other, strict=True))[::4]
+    pairs = list(zip(answers, other, strict=True))[::8]
     alike = {(a, b) for a, b in pairs if grader.compare(a, b)[0] != "wrong"}
     assert all(a == b for a, b in alike)
-    assert len(alike) < 10
+    assert len(alike) < 6
 
 
 @needs_data
