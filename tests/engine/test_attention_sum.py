@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvkeep
 from kvkeep.core.view import LayerView
@@ -132,6 +132,32 @@ def test_sums_are_exact(model: Any, prefill: Any, chunks: tuple[int, ...], paddi
         mask = torch.cat([mask, torch.ones(ROWS, 1, dtype=torch.long)], dim=1)
         ledger.forward(torch.randint(0, 50, (ROWS, 1), generator=source), mask)
     assert cache.trace.evictions >= 2 * ROWS
+    assert ledger.compared > 500
+
+
+def test_sums_are_exact_where_the_model_scales_its_logits_otherwise() -> None:
+    """Gemma and Granite do not divide by sqrt(head_dim): softer or sharper scores than the model's own."""
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=50,
+        hidden_size=48,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=KV_HEADS * GROUP,
+        num_key_value_heads=KV_HEADS,
+        initializer_range=0.3,
+        attention_multiplier=1.5,
+        max_position_embeddings=256,
+        attn_implementation="eager",
+    )
+    model = GraniteForCausalLM(config).eval()
+    policy = Spy(budget=16, buffer=6)
+    cache = kvkeep.RetentionCache(model, policy)
+    ledger = Ledger(model, cache, policy)
+    ids, ones = torch.randint(0, 50, (ROWS, 40)), torch.ones(ROWS, 40, dtype=torch.long)
+    for start, end in [(0, 12), *((step, step + 1) for step in range(12, 40))]:
+        ledger.forward(ids[:, start:end], ones[:, :end])
+    assert cache.trace.evictions >= 3 * ROWS
     assert ledger.compared > 500
 
 

@@ -145,7 +145,10 @@ class LayerView:
 
     @property
     def queries(self) -> Tensor:
-        """``[batch, heads, window, head_dim]`` rotated, newest last."""
+        """``[batch, heads, window, head_dim]`` rotated, newest last.
+
+        Their product with a key over sqrt(head_dim) is the model's logit, whatever scale the model uses.
+        """
         return self._read("queries")  # type: ignore[no-any-return]
 
     @property

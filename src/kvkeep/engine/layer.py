@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,7 @@ class RetentionLayer(CacheLayerMixin):
         step = self.cache.open_step(self, query, request)
         before = self._append(handle, step)
         output = self._attend(handle, before, step, attend, backend, module, query, options)
-        self._record(query, step)
+        self._record(query, step, options.get("scaling"))
         self.cache.after_attention(self, step)
         return output
 
@@ -179,10 +180,14 @@ class RetentionLayer(CacheLayerMixin):
             mask = step.mask(before, query.dtype, query.device, additive=backend == "eager")
         return attend(module, query, keys, values, mask, **options)
 
-    def _record(self, query: Tensor, step: Step) -> None:
+    def _record(self, query: Tensor, step: Step, scaling: float | None) -> None:
         traits = self.cache.traits
         if not (traits.queries or traits.query_moments or traits.attention_sum):
             return
+        # Policies divide logits by sqrt(head_dim); a model that scales otherwise has it in its queries.
+        factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
+        if not math.isclose(factor, 1.0, rel_tol=1e-6):
+            query = query * factor
         positions = step.positions(query.device)
         if traits.query_moments and self.cache.rows.reading_prompt and self.cache.rope is not None:
             if self.sums is None:
