@@ -47,6 +47,22 @@ def test_a_prepared_model_gives_bit_identical_results(family: str, attention: st
     assert all(torch.equal(a, b) for a, b in zip(stock, outputs(model), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", [None, "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_to_evict_nothing_changed(family: str, attention: str | None, dtype: torch.dtype) -> None:
+    """With room for everything the logits are DynamicCache's, bit for bit on the same back end."""
+    model = tiny_model(family, attention=attention, dtype=dtype)
+    ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    lengths = [20, *[1] * 12, 8]
+    stock = DynamicCache(config=model.config.get_text_config(decoder=True))
+    expected = feed(model, stock, ids, mask, lengths)
+    ours = feed(
+        model, kvkeep.RetentionCache(model, kvkeep.VaSEAttnV(budget=64, buffer=8)), ids, mask, lengths
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_restore_gives_the_old_names_back(family: str) -> None:
     """Whatever reads the config afterwards (saving, compiling, another library) must find what it knows."""

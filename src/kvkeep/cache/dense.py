@@ -32,6 +32,8 @@ class DenseStore:
         Names of further float32 numbers to keep per entry (accumulated attention, log retention).
     """
 
+    # NOTE: tensors born in inference mode could not be written to after it, in the next turn.
+    @torch.inference_mode(False)
     def __init__(
         self, like_keys: Tensor, like_values: Tensor, capacity: int, extras: Sequence[str] = ()
     ) -> None:
@@ -128,6 +130,8 @@ class DenseStore:
                 extra[row, :, start : start + count] = 0.0
         self.lens = [start + count for start, count in zip(self.lens, fresh, strict=True)]
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def resize(self, capacity: int) -> None:
         """Reallocate to ``capacity`` slots; the entries stay."""
         kept = min(capacity, self.longest)
@@ -175,6 +179,8 @@ class DenseStore:
         first = (row_index[:, None] * heads + torch.arange(heads, device=indices.device)) * self.capacity
         return (first[..., None] + indices).reshape(-1)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def select_rows(self, index: Sequence[int]) -> None:
         """Keep the rows ``index``, in that order, repeats allowed (beams, several samples)."""
         chosen = torch.tensor(list(index), device=self.keys.device)

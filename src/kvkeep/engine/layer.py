@@ -81,7 +81,18 @@ class RetentionLayer(CacheLayerMixin):
         return self.cache.rows.columns
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
-        """Stored entries and the new columns; offset 0."""
+        """Stored entries and the new columns; offset 0.
+
+        Raises
+        ------
+        CacheError
+            If there is no new column.
+        """
+        if query_length < 1:
+            raise CacheError(
+                f"there is no token to read: this cache has seen {self.cache.rows.columns} columns, and the "
+                "input is not longer. Pass the whole conversation so far, or an empty cache for a new one."
+            )
         stored = self.store.longest if self.store is not None else 0
         return stored + int(query_length), 0
 
@@ -114,11 +125,13 @@ class RetentionLayer(CacheLayerMixin):
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
         """Store the new tokens, attend to everything stored, record, let the cache evict."""
-        step = self.cache.open_step(self, query, request)
-        before = self._append(handle, step)
+        with torch.no_grad():  # what is stored is not trained through, or every step would stay alive
+            step = self.cache.open_step(self, query, request)
+            before = self._append(handle, step)
         output = self._attend(handle, before, step, attend, backend, module, query, options)
-        self._record(query, step, options.get("scaling"))
-        self.cache.after_attention(self, step)
+        with torch.no_grad():
+            self._record(query, step, options.get("scaling"))
+            self.cache.after_attention(self, step)
         return output
 
     def _append(self, handle: LayerHandle, step: Step) -> list[int]:

@@ -26,6 +26,7 @@ class QueryRing:
         Queries to hold.
     """
 
+    @torch.inference_mode(False)  # see DenseStore
     def __init__(self, like: Tensor, window: int) -> None:
         batch, heads, _, dim = like.shape
         self.queries = like.new_zeros(batch, heads, window, dim)
@@ -65,6 +66,8 @@ class QueryRing:
         # Their slots are the next to be written, so that the valid queries before them stay.
         self.head = (self.head - removed) % self.window
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows ``index``, in that order."""
         self.queries = self.queries.index_select(0, index)
@@ -137,6 +140,7 @@ class MomentSums:
 
     STATE = ("count", "origin", "total", "outer")
 
+    @torch.inference_mode(False)
     def __init__(self, like: Tensor, rope: Rope, skip: int = 4) -> None:
         batch, heads, _, dim = like.shape
         self.rope, self.skip = rope, skip
@@ -165,6 +169,8 @@ class MomentSums:
         covariance = self.outer / count[..., None] - mean[..., None] * mean[..., None, :]
         return QueryMoments(self.origin + mean, covariance)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def select_rows(self, index: Tensor) -> None:
         """Keep the rows ``index``, in that order."""
         for name in self.STATE:
