@@ -159,6 +159,24 @@ def test_failures_to_read_an_answer_are_told_apart() -> None:
     assert result.challenger.if_timed_out_correct == pytest.approx((20 + 3) / 180)
 
 
+def test_a_task_that_gives_parts_of_a_point_is_judged_by_them() -> None:
+    """Two policies that never solve a whole problem would look alike, however much more one of them knows."""
+    graded = {"extra": {"metric": "score"}}
+
+    def half_right(run: Run, score: float) -> Run:
+        samples = tuple(
+            dataclasses.replace(s, correct=False, score=score, answer_class="wrong") for s in run.samples
+        )
+        return dataclasses.replace(run, samples=samples)
+
+    base, other = half_right(arm(1, **graded), 0.25), half_right(arm(1, run="new", **graded), 0.75)
+    assert compare(base, other, resamples=100).difference.estimate == pytest.approx(0.5)
+    assert compare(base, other, resamples=100).difference.metric == "score"
+    assert explore(base, [other], resamples=100).decision.cells[0].difference.metric == "score"
+    assert compare(base, other, metric="accuracy", resamples=100).difference.estimate == 0.0
+    assert compare(BASE, arm(2), resamples=100).difference.metric == "accuracy"
+
+
 def test_several_challengers_are_corrected_for_their_number() -> None:
     """Ten policies against one baseline find something by luck in four cases of ten."""
     family = explore(

@@ -62,6 +62,21 @@ def test_the_same_runs_on_held_out_problems_fit_in(text: str, tmp_path: Path) ->
             assert place == (cell, arm)
 
 
+def test_the_metric_is_that_of_the_task() -> None:
+    """A plan that tests whole problems where the dev runs were judged by parts tests another question."""
+    graded = [
+        tuple(
+            dataclasses.replace(run, header=dataclasses.replace(run.header, extra={"metric": "score"}))
+            for run in pair
+        )
+        for pair in pairs()
+    ]
+    assert write(pairs())["analysis"]["metric"] == "accuracy"
+    assert write(graded)["analysis"]["metric"] == "score"  # type: ignore[arg-type]
+    with pytest.raises(EvidenceError, match="one family has one metric"):
+        write([pairs()[0], graded[1]])  # type: ignore[list-item]
+
+
 def test_runs_that_make_no_study_are_refused() -> None:
     """A plan from confirm runs would be written after the results."""
     seen = [

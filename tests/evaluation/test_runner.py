@@ -101,7 +101,8 @@ def test_progress_is_reported_sample_by_sample(tmp_path: Path) -> None:
     run = evaluate(Sums(5), Script(), tmp_path / "run", Plan(), on_progress=seen.append)
     assert [p.done for p in seen] == [1, 2, 3, 4, 5]
     assert all(p.total == 5 for p in seen)
-    assert seen[-1].correct == sum(s.correct for s in run.samples)
+    assert seen[-1].metric == "accuracy"
+    assert seen[-1].credit == sum(s.correct for s in run.samples)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def compare(
         str, typer.Option("--match-on", help="Which cache must be equal: mean_cache or prefill_cache.")
     ] = "mean_cache",
     tolerance: Annotated[float, typer.Option(help="How unequal it may be.")] = 0.02,
-    metric: Annotated[str, typer.Option(help="accuracy or score.")] = "accuracy",
+    metric: Annotated[
+        str | None, typer.Option(help="accuracy or score [what the task is judged by].")
+    ] = None,
     test: Annotated[
         str | None,
         typer.Option(help="bootstrap or sign-flip [sign-flip below 60 problems, bootstrap from there]."),
@@ -88,7 +90,7 @@ def _explore(found: list[Any], **settings: Any) -> Family:
     for flag, known, value in (
         ("--match-on", get_args(MatchOn), settings["on"]),
         ("--test", (None, *get_args(Test)), settings["test"]),
-        ("--metric", ("accuracy", "score"), settings["metric"]),
+        ("--metric", (None, "accuracy", "score"), settings["metric"]),
     ):
         if value not in known:
             raise ConfigError(f"{flag} {value!r} is unknown: use {' or '.join(filter(None, known))}.")

@@ -250,8 +250,9 @@ def progress() -> Iterator[Callable[[Progress], None]]:
 
 
 def in_words(now: Progress) -> str:
-    """Accuracy and speed."""
-    return f"{100 * now.correct / now.done:.1f} % correct, {now.tokens / max(now.seconds, 1e-9):.0f} tokens/s"
+    """Accuracy or score so far, and speed."""
+    speed = now.tokens / max(now.seconds, 1e-9)
+    return f"{now.metric} {100 * now.credit / now.done:.1f} %, {speed:.0f} tokens/s"
 
 
 def time_left(now: Progress) -> str:

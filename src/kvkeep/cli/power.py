@@ -34,7 +34,8 @@ def power(
     from kvkeep.evaluation.statistics.power import power as estimate
     from kvkeep.evaluation.statistics.problem_means import problem_means
 
-    runs = [problem_means(read_run(place).samples) for place in pilot or []]
+    pilots = [read_run(place) for place in pilot or []]
+    runs = [problem_means(run.samples, run.header.metric) for run in pilots]
     if len(runs) > 2:
         raise ConfigError(f"{len(runs)} pilots: give one run, or a baseline and a challenger.")
     spread = pilot_spread(*runs) if runs else HARD_AND_EASY

@@ -71,6 +71,5 @@ def decision(found: list[Run], baseline: Run | None, prereg: Path | None, allow:
         return study.confirm(load_frozen(prereg), found)
     if baseline is None:
         return None
-    metric = baseline.header.extra.get("metric", "accuracy")
     others = [run for run in found if run != baseline]
-    return study.explore(baseline, others, allow=allow, metric=metric)
+    return study.explore(baseline, others, allow=allow)

@@ -23,7 +23,7 @@ from kvkeep.evaluation.splits import hash_order
 from kvkeep.evaluation.statistics.accuracy import Accuracy, accuracy
 from kvkeep.evaluation.statistics.paired import PairedDifference, Test, paired_difference
 from kvkeep.evaluation.statistics.power import Spread, power
-from kvkeep.evaluation.statistics.problem_means import ProblemMeans, problem_means
+from kvkeep.evaluation.statistics.problem_means import METRICS, ProblemMeans, problem_means
 
 # Compared beside the main metric: a policy can lose by rambling rather than by reasoning badly.
 BESIDE = ("not_extracted", "timed_out", "truncated", "phrase_loop", "garbage", "tokens")
@@ -108,7 +108,7 @@ def compare(
     allow: Collection[str] = (),
     on: MatchOn = "mean_cache",
     tolerance: float = TOLERANCE,
-    metric: str = "accuracy",
+    metric: str | None = None,
     test: Test | None = None,
     resamples: int = 10_000,
     seed: int = 0,
@@ -126,7 +126,9 @@ def compare(
     on, tolerance
         Which measured cache must be equal, and how closely. ``"prefill_cache"`` shows how misleading
         equal memory at the end of the prompt is.
-    metric, test, resamples, seed, cells
+    metric
+        ``"accuracy"`` or ``"score"``; what the task is judged by if not given.
+    test, resamples, seed, cells
         As in :func:`~kvkeep.evaluation.statistics.paired.paired_difference`.
 
     Raises
@@ -170,7 +172,7 @@ def measure(
     baseline: Run,
     challenger: Run,
     *,
-    metric: str = "accuracy",
+    metric: str | None = None,
     test: Test | None = None,
     resamples: int = 10_000,
     seed: int = 0,
@@ -178,6 +180,7 @@ def measure(
     notes: Collection[str] = (),
 ) -> Comparison:
     """The numbers of a comparison that has been found fair (see :func:`compare`)."""
+    metric = metric or baseline.header.metric
     samples = common_samples(baseline, challenger)
 
     def paired(name: str, count: int, ids: Collection[str] | None = None) -> PairedDifference:
@@ -234,7 +237,8 @@ def _ratio(one: float, other: float) -> float:
 
 def _summary(run: Run, samples: list[SampleRecord], metric: str) -> ArmSummary:
     read = [sample for sample in samples if sample.answer_class in ("correct", "wrong")]
-    hopeful = [float(sample.correct or sample.answer_class == "timed_out") for sample in samples]
+    credit = METRICS[metric]
+    hopeful = [1.0 if sample.answer_class == "timed_out" else credit(sample) for sample in samples]
     values: ProblemMeans = problem_means(samples, metric)
     return ArmSummary(
         run=run.header.run,

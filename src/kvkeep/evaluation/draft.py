@@ -60,6 +60,11 @@ def draft(
     for pair in pairs:
         reasons += setting_reasons(*pair)
         reasons += setting_reasons(pairs[0][0], pair[0], across)
+        if pair[0].header.metric != headers[0].metric:
+            reasons.append(
+                f"task {pair[0].header.task!r} is judged by {pair[0].header.metric}, "
+                f"{headers[0].task!r} by {headers[0].metric}: one family has one metric"
+            )
     arms = {
         name: [_arm(pair[place].header) for pair in pairs]
         for place, name in enumerate(("baseline", "challenger"))
@@ -95,7 +100,7 @@ def draft(
         "sampling": dict(first.sampling),
         "draws": first.draws,
         "seeds": list(first.seeds),
-        "analysis": {"seed": seed, "correction": correction},
+        "analysis": {"metric": first.metric, "seed": seed, "correction": correction},
         "dev_evidence": {
             "runs": [
                 f"{run.header.run}: mean cache {run.mean_cache:.1f}, created {run.header.created}"

@@ -205,6 +205,11 @@ class RunHeader(_Plain):
         object.__setattr__(self, "seeds", tuple(self.seeds))
         object.__setattr__(self, "command", tuple(self.command))
 
+    @property
+    def metric(self) -> str:
+        """What the task is judged by: ``"accuracy"``, or ``"score"`` where it gives parts of a point."""
+        return str(self.extra.get("metric", "accuracy"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:

@@ -43,7 +43,7 @@ def regrade(task: Task, source: str | os.PathLike[str], out: str | os.PathLike[s
         task_version=task.version,
         grader=grader["name"],
         grader_version=grader["version"],
-        extra={**header.extra, "grader": grader, "regraded_from": digest},
+        extra={**header.extra, "grader": grader, "metric": task.metric, "regraded_from": digest},
     )
     samples = []
     with task, RunLog(out, fresh) as log:

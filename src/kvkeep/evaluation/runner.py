@@ -24,6 +24,7 @@ from kvkeep.evaluation.identity import git_revision, hardware, versions
 from kvkeep.evaluation.records import Run, RunHeader, SampleRecord, SplitPart
 from kvkeep.evaluation.runlog import RunLog
 from kvkeep.evaluation.splits import ids_sha256
+from kvkeep.evaluation.statistics.problem_means import METRICS
 from kvkeep.evaluation.study import admit
 from kvkeep.evaluation.tasks.base import Grade, Problem, Task
 
@@ -75,8 +76,8 @@ class Progress:
     ----------
     done, total
         Samples.
-    correct
-        Of the samples done.
+    metric, credit
+        What the task is judged by, and its sum over the samples done.
     fresh, tokens, seconds
         Samples and tokens of this session, and its time.
     """
@@ -84,7 +85,8 @@ class Progress:
     done: int
     total: int
     fresh: int
-    correct: int
+    metric: str
+    credit: float
     tokens: int
     seconds: float
 
@@ -214,7 +216,8 @@ class _Session:
         self.task, self.log, self.total, self.on_progress = task, log, total, on_progress
         self.begin = time.perf_counter()
         self.tokens = self.fresh = 0
-        self.correct = sum(sample.correct for sample in log.done.values())
+        self.metric = log.header.metric
+        self.credit = sum(METRICS[self.metric](sample) for sample in log.done.values())
         self.graded: deque[tuple[Completion, Future[Grade]]] = deque()
 
     def take(self, completions: Iterator[Completion]) -> None:
@@ -241,14 +244,15 @@ class _Session:
         self.log.append(sample)
         self.tokens += sample.tokens
         self.fresh += 1
-        self.correct += sample.correct
+        self.credit += METRICS[self.metric](sample)
         if self.on_progress is not None:
             self.on_progress(
                 Progress(
                     done=len(self.log.done),
                     total=self.total,
                     fresh=self.fresh,
-                    correct=self.correct,
+                    metric=self.metric,
+                    credit=self.credit,
                     tokens=self.tokens,
                     seconds=time.perf_counter() - self.begin,
                 )

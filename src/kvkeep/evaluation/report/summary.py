@@ -107,7 +107,7 @@ def summarise(run: Run) -> Summary:
         If it has no sample yet.
     """
     header, samples = run.header, run.samples
-    metric = str(header.extra.get("metric", "accuracy"))
+    metric = header.metric
     means = problem_means(samples, metric)
     found = [sample for sample in samples if sample.answer_class in ("correct", "wrong")]
     writing = sum(float(sample.extra.get("write_seconds", sample.seconds)) for sample in samples)
