@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -125,6 +128,59 @@ def test_something_else_than_a_policy_object_is_refused(wrong: Any) -> None:
     """The commonest slip is to pass the name or the class."""
     with pytest.raises(ConfigError, match=r"is not a policy object: pass kvkeep\.policy\("):
         kvkeep.RetentionCache(tiny_model("llama"), wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "smollm", transformers.LlamaForCausalLM, transformers.LlamaConfig(**TINY)]
+)
+@pytest.mark.parametrize("build", ["cache", "generate", "prepare"])
+def test_something_else_than_a_model_is_refused(wrong: Any, build: str) -> None:
+    """A name, a class or a config in the model's place would fail on one of its attributes."""
+    calls: dict[str, Callable[[], object]] = {
+        "cache": lambda: kvkeep.RetentionCache(wrong, POLICY),
+        "generate": lambda: kvkeep.generate(wrong, POLICY, {"input_ids": tokens(1, 4)}, max_new_tokens=1),
+        "prepare": lambda: kvkeep.prepare(wrong),
+    }
+    with pytest.raises(ConfigError, match=r"is not a loaded model.*AutoModelForCausalLM\.from_pretrained"):
+        calls[build]()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"seed": "x"}, "seed 'x' is not a whole number: write for example seed=0."),
+        ({"seed": 1.5}, "seed 1.5 is not a whole number: write for example seed=0."),
+        ({"seed": None}, "seed None is not a whole number: write for example seed=0."),
+        ({"context": 0}, "context 0 is not a whole number of at least 1: write for example context=8192."),
+        ({"rows": "8"}, "rows '8' is not a whole number of at least 1: write for example rows=8."),
+        ({"sequence_ids": 7}, "sequence_ids 7 are not whole numbers, one per row"),
+        ({"sequence_ids": "07"}, "sequence_ids '07' are not whole numbers, one per row"),
+        ({"sequence_ids": [0, 1.0]}, "sequence_ids [0, 1.0] are not whole numbers, one per row"),
+        ({"sequence_ids": [0, True]}, "sequence_ids [0, True] are not whole numbers, one per row"),
+        ({"sequence_ids": torch.zeros(1, 2, dtype=torch.int64)}, "are not whole numbers, one per row"),
+        ({"sequence_ids": [2**63]}, "sequence id 9223372036854775808 does not fit 64 bits"),
+        ({"calibration": "a.calibration"}, "calibration=kvkeep.calibration.load('a.calibration')"),
+        ({"calibration": Path("a.calibration")}, "calibration=kvkeep.calibration.load('a.calibration')"),
+        ({"calibration": 7}, "calibration takes statistics, and 7 is something else"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_explained(options: dict[str, Any], sentence: str) -> None:
+    """Each of them ended in an error of Python or torch, some only at the first eviction."""
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError) as caught:
+        kvkeep.RetentionCache(model, POLICY, **options)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert model.config._attn_implementation == "sdpa"  # nothing was begun
+
+
+@pytest.mark.parametrize("ids", [(3, 4), range(3, 5), np.array([3, 4]), torch.tensor([3, 4])])
+def test_sequence_ids_may_come_in_any_row_of_whole_numbers(ids: Any) -> None:
+    """A data loader gives them as a tensor."""
+    model = tiny_model("llama")
+    cache = kvkeep.RetentionCache(model, POLICY, seed=np.int64(5), sequence_ids=ids)
+    feed(model, cache, tokens(2, 5), torch.ones(2, 5, dtype=torch.int64), [5])
+    assert cache.rows.sequence_ids == [3, 4]
 
 
 def test_an_unresolved_budget_is_refused() -> None:

@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.core.errors import UnsupportedError
+from kvkeep.engine.arguments import require_model
 from kvkeep.engine.handle import LayerHandle
 
 # Stock back end -> registered name. "flash" must not appear in a name: transformers would look for a
@@ -115,7 +116,10 @@ def prepare(model: PreTrainedModel) -> None:
     ------
     UnsupportedError
         If the model's attention cannot be chosen by name, or its back end is one kvkeep lacks.
+    ConfigError
+        If it is no loaded model.
     """
+    require_model(model)
     current = attention_name(model)
     if current in _BACKENDS:
         return

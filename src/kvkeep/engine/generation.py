@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
+from kvkeep.engine.arguments import require_model
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.spec import model_spec
 
@@ -83,6 +84,7 @@ def generate(
     UnsupportedError, BudgetError
         As in :class:`~kvkeep.RetentionCache`.
     """
+    require_model(model)
     rows, columns = inputs["input_ids"].shape
     mask = inputs.get("attention_mask")
     lengths = [columns] * rows if mask is None else [int(count) for count in mask.sum(-1).tolist()]

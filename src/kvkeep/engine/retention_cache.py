@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kvkeep.core.errors import CacheError, ConfigError, UnsupportedError
 from kvkeep.core.policy import Policy
 from kvkeep.core.view import Rope
+from kvkeep.engine.arguments import require_calibration, require_ids, require_model, require_whole
 from kvkeep.engine.attention import prepare
 from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.layer import RetentionLayer
@@ -60,7 +61,7 @@ class RetentionCache(Cache):
     UnsupportedError
         With every reason, if model, policy and engine do not fit.
     ConfigError, BudgetError
-        If the policy object or its budget cannot be right.
+        If an argument is of the wrong kind, or the policy's budget cannot be right.
     """
 
     def __init__(
@@ -76,11 +77,16 @@ class RetentionCache(Cache):
         profile: bool = False,
         trace_rows: bool = False,
     ) -> None:
+        require_model(model)
         if not isinstance(policy, Policy):
             raise ConfigError(
                 f"policy {policy!r} is not a policy object: pass kvkeep.policy('vase-attnv', "
                 "budget=1024) or kvkeep.VaSEAttnV(budget=1024)."
             )
+        self.seed, self._ids = require_whole("seed", seed, 0), require_ids(sequence_ids)
+        context = None if context is None else require_whole("context", context, 8192, at_least=1)
+        rows = None if rows is None else require_whole("rows", rows, 8, at_least=1)
+        require_calibration(calibration)
         self.spec = model_spec(model.config)
         self.dtype = model.dtype
         budget = policy.amount.resolve(
@@ -93,9 +99,7 @@ class RetentionCache(Cache):
             _ = budget.count  # raises while a ratio or a size is unresolved
             policy = policy.with_budget(budget)
         self.policy, self.traits = policy, policy.traits
-        self.seed = int(seed)
         self._context, self._profile, self._trace_rows = context, profile, trace_rows
-        self._ids = None if sequence_ids is None else [int(i) for i in sequence_ids]
         self.calibration: Mapping[int, Any] = {}
         self.rope: Rope | None = None
         self._check_fit(model, calibration)
