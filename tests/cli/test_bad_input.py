@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,11 @@ def refusal(result: Result, code: int) -> str:
         (("--policy", "snapkv + smaple", "--budget", 99), "did you mean 'sample'?"),
         (("--budget", 99, "--option", "reserv=4"), "did you mean 'reserve'?"),
         (("--budget", 99, "--option", "reserve"), "write key=value"),
+        (("--budget", 99, "--option", "budget=64"), "--option budget=64 has a flag of its own: use --budget"),
+        (("--option", "budget=64"), "use --budget (or --keep-ratio, --kv-bytes)"),
+        (("--budget", 99, "--buffer", 8, "--option", "buffer=4"), "use --buffer"),
+        (("--budget", 99, "--option", "prefill=after"), "use --prefill"),
+        (("--budget", 99, "--option", "sinks=4", "--option", "sinks=8"), "sinks is given twice"),
         (("--budget", 8, "--buffer", 8), "leaves nothing of a budget of 8"),
         (("--budget", 10, "--buffer", 8, "--option", "sinks=4"), "more than the budget of 10"),
         (("--budget", 0), "not a whole number of at least 1"),
@@ -72,6 +78,18 @@ def test_a_wrong_setting_is_explained(run: Run, tiny_folder: Path, flags: Any, s
     result = run("generate", words(9), "--model", tiny_folder, *flags)
     assert sentence in refusal(result, 2)
     assert result.stdout == ""
+
+
+def test_a_size_that_is_too_small_says_which_would_do(run: Run, tiny_folder: Path) -> None:
+    """What one entry takes depends on the model: a user cannot know it. What is said must work."""
+    arguments = ("generate", words(9), "--model", tiny_folder, "--buffer", 8, "--max-new-tokens", 4)
+    sentence = refusal(run(*arguments, "--kv-bytes", 10), 2)
+    assert "one entry takes 512 bytes in all layers and heads of 1 sequence" in sentence
+    found = re.search(r"give at least (\d+) bytes", sentence)
+    assert found is not None
+    least = int(found.group(1))
+    assert run(*arguments, "--kv-bytes", least).exit_code == 0
+    assert f"give at least {least} bytes" in refusal(run(*arguments, "--kv-bytes", least - 1), 2)
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])

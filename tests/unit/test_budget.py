@@ -64,6 +64,28 @@ class TestConstruction:
             ({"keep_ratio": 0.0}, "keep ratio 0.0 is outside (0, 1]: 0.25 keeps a quarter of the cache."),
             ({"keep_ratio": 1.5}, "keep ratio 1.5 is outside (0, 1]: 0.25 keeps a quarter of the cache."),
             ({"keep_ratio": 0.5, "kv_bytes": 10}, "give a keep ratio or a size in bytes, not both."),
+            ({"entries": True}, "budget True is not a whole number of at least 1 entry."),
+            ({"entries": "64"}, "budget '64' is not a whole number of at least 1 entry."),
+            ({"keep_ratio": "0.5"}, "keep ratio '0.5' is outside (0, 1]: 0.25 keeps a quarter of the cache."),
+            ({"keep_ratio": True}, "keep ratio True is outside (0, 1]: 0.25 keeps a quarter of the cache."),
+            (
+                {"keep_ratio": float("nan")},
+                "keep ratio nan is outside (0, 1]: 0.25 keeps a quarter of the cache.",
+            ),
+            ({"keep_ratio": 0.5, "of": 0}, "of=0 is not a whole number of at least 1 token."),
+            ({"keep_ratio": 0.5, "of": "8k"}, "of='8k' is not a whole number of at least 1 token."),
+            (
+                {"entries": 8, "of": 16},
+                "of=16 is the length of a ratio: give keep_ratio=0.25 with it.",
+            ),
+            *(
+                (
+                    {"kv_bytes": wrong},
+                    f"kv_bytes {wrong!r} is not a whole number of at least 1 byte: Budget.from_bytes('2GiB') "
+                    "reads sizes with units.",
+                )
+                for wrong in (-1, 0, "2GiB", 1.5, True)
+            ),
             ({"entries": 8, "prompt": "keep"}, "prompt mode 'keep' is unknown: use 'counts' or 'kept'."),
         ],
     )
@@ -129,12 +151,19 @@ class TestResolve:
         assert Budget.from_bytes("1MiB", prompt="kept").resolve(rows=1, bytes_per_entry=8).prompt == "kept"
 
     def test_too_small(self) -> None:
-        """A size that holds less than one entry per head cannot work."""
-        with pytest.raises(
-            BudgetError, match=r"the budget '1.0 KiB' comes to -63 entries per head, fewer than"
-        ):
-            Budget.from_bytes("1KiB").resolve(rows=1, bytes_per_entry=1024, buffer=64)
-        with pytest.raises(BudgetError, match="comes to 0 entries per head"):
+        """A negative count tells nobody what to give instead: the least size does."""
+        with pytest.raises(BudgetError) as caught:
+            Budget.from_bytes(10).resolve(rows=2, bytes_per_entry=1024, buffer=64, least=65)
+        assert str(caught.value) == (
+            "the budget '10 B' is too small: one entry takes 2048 bytes in all layers and heads of 2 "
+            "sequences, and a budget of 65 with a buffer of 64 is the least that works: give at least 264192 "
+            "bytes (258.0 KiB), or lower the buffer."
+        )
+        enough = Budget.from_bytes(264192).resolve(rows=2, bytes_per_entry=1024, buffer=64, least=65)
+        assert enough.count == 65
+        with pytest.raises(BudgetError, match="too small"):
+            Budget.from_bytes(264191).resolve(rows=2, bytes_per_entry=1024, buffer=64, least=65)
+        with pytest.raises(BudgetError, match=r"comes to 0 entries per head of 50 tokens: give .* 0.02\."):
             Budget.from_keep_ratio(0.01, of=50)
 
     def test_reading_an_unresolved_count(self) -> None:

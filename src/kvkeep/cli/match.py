@@ -13,7 +13,7 @@ import typer
 
 from kvkeep.cli import options as opt
 from kvkeep.cli.eval_setup import Setup
-from kvkeep.core.errors import BudgetError, ConfigError, DataFileError
+from kvkeep.core.errors import ConfigError, DataFileError
 
 if TYPE_CHECKING:
     from kvkeep.core.policy import Policy
@@ -54,12 +54,12 @@ def match(
     if on not in get_args(MatchOn):
         raise ConfigError(f"--match-on {on!r} is unknown: use {' or '.join(get_args(MatchOn))}.")
     target = read_run(reference)
-    low, high = 1, max(sample.prompt_tokens + sample.tokens for sample in target.samples)
+    high = max(sample.prompt_tokens + sample.tokens for sample in target.samples)
     amount = opt.make_budget(max(high, _ROOMY), None, None, prompt_mode)
     chosen = opt.make_policy(policy, amount, buffer=buffer, prefill=prefill, options=option)
     if not chosen.bounded:
         raise ConfigError(f"policy {chosen.name} keeps everything: there is no budget to match.")
-    low = smallest_budget(chosen, low, high)
+    low = chosen.smallest_budget(high)
     found = match_budget(
         measuring(request_of(target, chosen, calibration), target, out, batch_size),
         target,
@@ -75,23 +75,6 @@ def match(
         typer.echo(json.dumps({"policy": chosen.name, **asdict(found)}, indent=2))
         return
     typer.echo(f"{chosen.name}: {found}")
-
-
-def smallest_budget(policy: Policy, low: int, high: int) -> int:
-    """The smallest count that the policy accepts.
-
-    Raises
-    ------
-    BudgetError
-        If it accepts none up to ``high``.
-    """
-    for entries in range(low, high):
-        try:
-            policy.with_budget(replace(policy.amount, entries=entries))
-        except ConfigError:
-            continue
-        return entries
-    raise BudgetError(f"{policy.name} accepts no budget below {high} entries: lower its buffer or sinks.")
 
 
 def guess(policy: Policy, target: Run, low: int, high: int) -> int:

@@ -63,6 +63,13 @@ Attention = Annotated[str, typer.Option(help="sdpa, eager, flash_attention_2 or 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
+# Settings that have a flag: as an --option they would be a second, contradicting way to say the same.
+_FLAGS = {
+    "budget": "--budget (or --keep-ratio, --kv-bytes)",
+    "buffer": "--buffer",
+    "prefill": "--prefill",
+}
+
 
 def make_budget(
     entries: int | None, keep_ratio: float | None, kv_bytes: str | None, prompt_mode: str
@@ -114,7 +121,12 @@ def make_policy(
         key, equals, value = setting.partition("=")
         if not (equals and key.strip() and value.strip()):
             raise ConfigError(f"cannot read --option {setting!r}: write key=value, for example reserve=128.")
-        given[key.strip().replace("-", "_")] = read_value(value.strip())
+        name = key.strip().replace("-", "_")
+        if name in _FLAGS:
+            raise ConfigError(f"--option {setting} has a flag of its own: use {_FLAGS[name]}.")
+        if name in given:
+            raise ConfigError(f"--option {name} is given twice: give it once.")
+        given[name] = read_value(value.strip())
     if prefill_chunk is not None:
         if prefill_chunk < 1:
             raise ConfigError(f"--prefill-chunk {prefill_chunk} is below 1 token.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from kvkeep.core.errors import BudgetError
 
@@ -51,6 +51,14 @@ def format_bytes(count: float) -> str:
     return f"{value:.2f} GiB"
 
 
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value, int) and value >= 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Entries kept per KV head and layer after an eviction, protected ones included.
@@ -91,15 +99,23 @@ class Budget:
     def __post_init__(self) -> None:
         if self.prompt not in ("counts", "kept"):
             raise BudgetError(f"prompt mode {self.prompt!r} is unknown: use 'counts' or 'kept'.")
-        if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
+        ratio = self.keep_ratio
+        if ratio is not None and (not _is_number(ratio, int | float) or not 0 < ratio <= 1):
+            raise BudgetError(f"keep ratio {ratio!r} is outside (0, 1]: 0.25 keeps a quarter of the cache.")
+        if self.kv_bytes is not None and not _is_count(self.kv_bytes):
             raise BudgetError(
-                f"keep ratio {self.keep_ratio} is outside (0, 1]: 0.25 keeps a quarter of the cache."
+                f"kv_bytes {self.kv_bytes!r} is not a whole number of at least 1 byte: "
+                "Budget.from_bytes('2GiB') reads sizes with units."
             )
+        if self.of is not None and not _is_count(self.of):
+            raise BudgetError(f"of={self.of!r} is not a whole number of at least 1 token.")
+        if self.of is not None and ratio is None:
+            raise BudgetError(f"of={self.of} is the length of a ratio: give keep_ratio=0.25 with it.")
         if self.entries is None and self.keep_ratio is None and self.kv_bytes is None:
             raise BudgetError("a budget needs an amount: entries=1024, keep_ratio=0.25 or bytes.")
         if self.keep_ratio is not None and self.kv_bytes is not None:
             raise BudgetError("give a keep ratio or a size in bytes, not both.")
-        if self.entries is not None and (not isinstance(self.entries, int) or self.entries < 1):
+        if self.entries is not None and not _is_count(self.entries):
             raise BudgetError(f"budget {self.entries!r} is not a whole number of at least 1 entry.")
 
     @classmethod
@@ -153,6 +169,7 @@ class Budget:
         rows: int | None = None,
         bytes_per_entry: int | None = None,
         buffer: int = 0,
+        least: int = 1,
     ) -> Budget:
         """Turn a ratio or a size into the count it stands for.
 
@@ -167,11 +184,13 @@ class Budget:
         buffer
             Entries that may be stored above the budget between evictions: a size in bytes holds
             the budget and this buffer, so that the peak stays inside it.
+        least
+            Fewest entries that the policy can work with: a size must hold them.
 
         Raises
         ------
         BudgetError
-            If what is needed is missing or the result is below one entry.
+            If a ratio comes to less than one entry, or a size to less than ``least``.
         """
         if self.resolved:
             return self
@@ -180,14 +199,24 @@ class Budget:
             if length is None:
                 return self
             count = int(self.keep_ratio * length)
+            if count < 1:
+                raise BudgetError(
+                    f"the budget '{self}' comes to 0 entries per head of {length} tokens: give a ratio of at "
+                    f"least {1 / length:.2g}."
+                )
         elif rows is None or bytes_per_entry is None or self.kv_bytes is None:
             return self
         else:
-            count = self.kv_bytes // (rows * bytes_per_entry) - buffer
-        if count < 1:
-            raise BudgetError(
-                f"the budget '{self}' comes to {count} entries per head, fewer than 1: give more."
-            )
+            entry = rows * bytes_per_entry
+            count = self.kv_bytes // entry - buffer
+            if count < least:
+                needed, sequences = (least + buffer) * entry, "sequence" if rows == 1 else "sequences"
+                raise BudgetError(
+                    f"the budget '{self}' is too small: one entry takes {entry} bytes in all layers and "
+                    f"heads of {rows} {sequences}, and a budget of {least} with a "
+                    f"buffer of {buffer} is the least that works: give at least {needed} bytes "
+                    f"({format_bytes(needed)}), or lower the buffer."
+                )
         return replace(self, entries=count)
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ the network, and it holds no state, so that one object can serve any number of g
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -126,6 +127,20 @@ class Policy(ABC):
     def with_budget(self, budget: int | Budget) -> Self:
         """The same policy with another budget."""
         return dataclasses.replace(self, budget=budget)
+
+    def smallest_budget(self, below: int) -> int:
+        """The smallest count that this policy accepts as its budget.
+
+        Raises
+        ------
+        BudgetError
+            If it accepts none below ``below``.
+        """
+        for entries in range(1, below):
+            with contextlib.suppress(ConfigError):
+                self.with_budget(entries)
+                return entries
+        raise BudgetError(f"{self.name} accepts no budget below {below} entries: lower its buffer or sinks.")
 
     def per_layer(self) -> Self:
         """The same policy with every layer deciding alone; itself if it does so already."""

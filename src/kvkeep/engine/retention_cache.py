@@ -26,6 +26,9 @@ from kvkeep.engine.spec import model_spec
 from kvkeep.engine.step import Step, count_fresh
 from kvkeep.engine.trace import Counter, Trace
 
+# Entries that every policy with sane options can live with.
+_NO_BUDGET_NEEDS = 1 << 16
+
 
 class RetentionCache(Cache):
     """A KV cache of bounded size for ``model.generate(..., past_key_values=cache)``.
@@ -94,6 +97,7 @@ class RetentionCache(Cache):
             rows=rows,
             bytes_per_entry=self.spec.bytes_per_entry(model.dtype.itemsize),
             buffer=policy.buffer,
+            least=1 if policy.amount.kv_bytes is None else policy.smallest_budget(_NO_BUDGET_NEEDS),
         )
         if policy.bounded:
             _ = budget.count  # raises while a ratio or a size is unresolved
