@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.evaluation.grading.text_classes import text_facts
-from kvkeep.evaluation.splits import part_of
+from kvkeep.evaluation.runlog import read_run
+from kvkeep.evaluation.splits import ids_sha256, part_of
 from kvkeep.evaluation.tasks.registry import make_task
-from kvkeep.evaluation.tasks.trace import Trace
+from kvkeep.evaluation.tasks.trace import PARTS, Trace
 from kvkeep.testbed.model import Shape, make_model
 from kvkeep.testbed.tokenizer import make_tokenizer
 
@@ -26,7 +27,7 @@ def task() -> Trace:
 
 def chain(task: Trace, name: str, change: Callable[[str], str] = str) -> str:
     """The right text, each word changed."""
-    return " ".join(change(word) for word in task._programs[name].chain[:-1])
+    return " ".join(change(word) for word in task.programs(part_of(name))[name].chain[:-1])
 
 
 def test_the_parts_agree_with_the_rule_of_the_split(task: Trace) -> None:
@@ -34,7 +35,7 @@ def test_the_parts_agree_with_the_rule_of_the_split(task: Trace) -> None:
     parts = [{p.id for p in task.problems(part)} for part in ("dev", "confirm", "all")]  # type: ignore[arg-type]
     assert [len(part) for part in parts] == [60, 60, 120]
     assert not parts[0] & parts[1]
-    splits = {name: task._programs[name].split for name in parts[2]}
+    splits = {name: task.programs(part_of(name))[name].split for name in parts[2]}
     assert all(splits[name] == part_of(name) for name in parts[2])
     assert "train" not in splits.values()
 
@@ -75,7 +76,7 @@ def test_right_chains_raise_no_alarm(task: Trace) -> None:
 
 def test_the_length_limit_fits_right_chains_and_ends_loops(task: Trace) -> None:
     """Too short a limit would truncate right answers; a long one makes every loop cost a fortune."""
-    longest = max(len(task._programs[p.id].chain) for p in task.problems())
+    longest = max(len(program.chain) for part in PARTS for program in task.programs(part).values())
     assert task.max_new is not None
     assert longest < task.max_new < 2 * longest
 
@@ -93,21 +94,82 @@ def test_dials_can_be_set_and_wrong_ones_are_explained() -> None:
             make_task(text)
 
 
-def test_an_untrained_reasoner_runs_through_the_command(tmp_path: Path) -> None:
-    """Words, end token and grading fit together; the model knows nothing and loops to the limit."""
-    from kvkeep.cli.app import app
-
+@pytest.fixture(scope="module")
+def reasoner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that knows nothing, under the name of a shipped one."""
+    folder = tmp_path_factory.mktemp("models") / "trace-1"
     shape = Shape(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32)
-    folder = tmp_path / "model"
     make_model(shape, 0).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    arguments = ["eval", "--task", "trace(size=S, count=4)", "--draws", "2", "--out", str(tmp_path / "run")]
-    arguments += ["--policy", "random", "--budget", "40", "--buffer", "16", "--prompt-mode", "kept"]
-    arguments += ["--model", str(folder)]
-    result = CliRunner().invoke(app, [*arguments, "--json"])
+    return folder
+
+
+@pytest.fixture
+def shipped(reasoner: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if it came with kvkeep."""
+    monkeypatch.setattr("kvkeep.testbed.shipped.MODELS", reasoner.parent)
+    return reasoner
+
+
+def call(*arguments: object) -> Result:
+    from kvkeep.cli.app import app
+
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def facts(result: Result) -> Any:
     assert result.exit_code == 0, result.stderr
-    found: Any = json.loads(result.stdout)
-    assert found["samples"] == 8
+    return json.loads(result.stdout)
+
+
+def test_a_first_evaluation_needs_neither_task_nor_model(shipped: Path, tmp_path: Path) -> None:
+    """The offline default: words, end token, sampling and grading fit together without any download."""
+    policy = ("--policy", "random", "--budget", 40, "--buffer", 16)
+    found = facts(call("eval", *policy, "--limit", 1, "--draws", 2, "--out", tmp_path / "run", "--json"))
+    assert (found["task"], found["model"], found["samples"]) == ("trace", "trace-1", 2)
     assert found["metric"] == "score"
     assert set(found["parts"]) == {"hot", "warm", "dormant"}
     assert found["evictions"] > 1
+    log = read_run(tmp_path / "run")
+    assert log.header.budget == {"entries": 40, "prompt": "kept"}
+    assert (log.header.sampling["preset"], log.header.sampling["temperature"]) == ("trace", 0.6)
+    assert log.header.extra["draws_differ_by"] == "sampling"
+    for sample in log.samples:
+        assert sample.prefill_cache == sample.prompt_tokens
+        assert {"parts", "steps", "faults", "first_error"} <= set(sample.extra["grade"])
+
+
+def test_memory_is_matched_in_the_mode_of_the_run(shipped: Path, tmp_path: Path) -> None:
+    """A budget that counts the prompt, matched to one that does not, would be another question."""
+    task = ("--task", "trace(size=S, steps=4, count=2)", "--max-new-tokens", 90, "--policy", "random", "--buffer", 16)
+    facts(call("eval", *task, "--budget", 40, "--out", tmp_path / "run", "--json"))
+    tries = ("--policy", "streaming-llm", "--buffer", 16, "--out", tmp_path / "tries")
+    found = facts(call("match", tmp_path / "run", *tries, "--json"))
+    header = read_run(tmp_path / "tries" / f"budget-{found['budget']}").header
+    assert header.budget["prompt"] == "kept"
+    assert abs(found["budget"] - 40) <= 6
+
+
+def test_weights_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a copy without weights the hub would be asked for a model of that name, and answer nonsense."""
+    monkeypatch.setattr("kvkeep.testbed.shipped.MODELS", tmp_path / "models")
+    lacking = call("eval", "--policy", "full", "--out", tmp_path / "run")
+    assert lacking.exit_code == 2
+    assert "the weights of 'trace-1' are not part of this copy" in lacking.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistyped_reasoner_is_explained(shipped: Path, tmp_path: Path) -> None:
+    """Choices are worth more than a failed download."""
+    wrong = call("generate", "--policy", "full", "--model", "trace-7", "BOS GO")
+    assert wrong.exit_code == 2
+    assert "Choose one of trace-1" in wrong.stderr
+
+
+def test_the_split_is_shown(tmp_path: Path) -> None:
+    """What `kvkeep eval split trace` prints is what runs are made of."""
+    shown = facts(call("eval", "split", "trace(size=S, count=30)", "--json"))
+    task = make_task("trace(size=S, count=30)")
+    for part in PARTS:
+        ids = [problem.id for problem in task.problems(part)]
+        assert shown[part] == {"problems": 30, "ids_sha256": ids_sha256(ids)}

@@ -42,6 +42,13 @@ PromptName = Annotated[
     str | None,
     typer.Option("--prompt", help="Prompt template: plain, chat, vase, vase-gsm8k, rkv [the task's own]."),
 ]
+TaskPromptMode = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt-mode",
+        help="counts: prompt entries count towards the budget. kept: they stay on top [the task's own].",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
 
 

@@ -19,6 +19,7 @@ from kvkeep.core.errors import ConfigError
 if TYPE_CHECKING:
     from kvkeep.evaluation.report.summary import Summary
     from kvkeep.evaluation.runner import Progress
+    from kvkeep.evaluation.tasks.base import Task
 
 app = typer.Typer(help="Run a task under a policy, and log every sample.", invoke_without_command=True)
 
@@ -32,7 +33,7 @@ def evaluate(
     task: flags.TaskText = "trace",
     policy: opt.PolicyText = "vase-attnv",
     budget: opt.Entries = None,
-    prompt_mode: opt.PromptMode = "counts",
+    prompt_mode: flags.TaskPromptMode = None,
     buffer: opt.Buffer = None,
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
@@ -69,7 +70,7 @@ def evaluate(
         return
     if out is None:
         raise ConfigError("name a folder for the run with --out, for example --out runs/first.")
-    amount = opt.make_budget(budget, None, None, prompt_mode)
+    amount = opt.make_budget(budget, None, None, prompt_mode or kind_of(task).prompt_mode)
     chosen = opt.make_policy(
         policy, amount, buffer=buffer, prefill=prefill, prefill_chunk=prefill_chunk, options=option
     )
@@ -180,12 +181,18 @@ def frozen(prereg: Path) -> Any:
     return load_frozen(prereg)
 
 
+def kind_of(task: str) -> type[Task]:
+    """The class of a task, for what it says of itself."""
+    from kvkeep.evaluation.tasks.registry import parse, task_class
+
+    return task_class(parse(task)[0])
+
+
 def make_setup(*, task: str, model: str | None, overrides: dict[str, Any], **others: Any) -> flags.Setup:
     """Resolve names; nothing is loaded yet."""
     from kvkeep.cli import loading, report
-    from kvkeep.evaluation.tasks.registry import parse, task_class
 
-    name = model or task_class(parse(task)[0]).default_model
+    name = model or kind_of(task).default_model
     given = tuple((key, value) for key, value in overrides.items() if value is not None)
     return flags.Setup(
         task=task, model=loading.resolve(name, report.note), model_name=name, overrides=given, **others

@@ -52,13 +52,20 @@ def resolve(name: str, say: Callable[[str], None]) -> str:
     """The folder or hub id behind a model's name.
 
     ``demo`` is the model of ``kvkeep demo``; ``trace-1`` and its like are reasoners that come with kvkeep.
-    """
-    if name.startswith("trace-"):
-        from kvkeep.testbed.model import SHIPPED
 
-        return str(SHIPPED / name) if (SHIPPED / name).is_dir() else name
+    Raises
+    ------
+    ConfigError
+        If the weights of a built-in reasoner are not there.
+    """
     if name != "demo":
-        return str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
+        if Path(name).expanduser().exists():
+            return str(Path(name).expanduser())
+        if not name.startswith("trace-"):
+            return name
+        from kvkeep.testbed.shipped import shipped_model
+
+        return str(shipped_model(name))
     from kvkeep.cli.demo_model import demo_model_folder, demo_model_ready, fetch_demo_model
 
     if not demo_model_ready():

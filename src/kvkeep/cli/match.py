@@ -28,7 +28,10 @@ def match(
     reference: Annotated[Path, typer.Argument(help="A run on dev problems, written by `kvkeep eval`.")],
     policy: opt.PolicyText,
     out: Annotated[Path, typer.Option(help="Folder for the runs that are tried.")],
-    prompt_mode: opt.PromptMode = "counts",
+    prompt_mode: Annotated[
+        str | None,
+        typer.Option(help="counts or kept, as for `kvkeep eval` [as in the run, else the task's own]."),
+    ] = None,
     buffer: opt.Buffer = None,
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
@@ -50,12 +53,14 @@ def match(
 
     from kvkeep.evaluation.matching import MatchOn, match_budget
     from kvkeep.evaluation.runlog import read_run
+    from kvkeep.evaluation.tasks.registry import task_class
 
     if on not in get_args(MatchOn):
         raise ConfigError(f"--match-on {on!r} is unknown: use {' or '.join(get_args(MatchOn))}.")
     target = read_run(reference)
     high = max(sample.prompt_tokens + sample.tokens for sample in target.samples)
-    amount = opt.make_budget(max(high, _ROOMY), None, None, prompt_mode)
+    mode = prompt_mode or target.header.budget.get("prompt") or task_class(target.header.task).prompt_mode
+    amount = opt.make_budget(max(high, _ROOMY), None, None, mode)
     chosen = opt.make_policy(policy, amount, buffer=buffer, prefill=prefill, options=option)
     if not chosen.bounded:
         raise ConfigError(f"policy {chosen.name} keeps everything: there is no budget to match.")

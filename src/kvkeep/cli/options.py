@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from kvkeep.core.policy import Policy
 
 Model = Annotated[
-    str, typer.Option("--model", help="Folder or hub id of a causal language model; 'demo' is SmolLM2-135M.")
+    str,
+    typer.Option(
+        "--model",
+        help="Folder or hub id of a causal language model; 'demo' is SmolLM2-135M, 'trace-1' and 'trace-2' "
+        "are the built-in reasoners.",
+    ),
 ]
 PolicyText = Annotated[
     str,

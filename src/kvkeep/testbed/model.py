@@ -1,15 +1,12 @@
-"""The tiny reasoner: its shapes, and where the shipped weights lie."""
+"""The tiny reasoner: its shapes, untrained or with the shipped weights."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from kvkeep.core.errors import ConfigError
+from kvkeep.testbed.shipped import shipped_model
 from kvkeep.testbed.tokenizer import IDS, WORDS
-
-SHIPPED = Path(__file__).parent / "models"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +43,6 @@ def make_model(shape: Shape, seed: int) -> PreTrainedModel:
     return Qwen3ForCausalLM(config).float()
 
 
-def shipped_models() -> list[str]:
-    """Return the names of the models that come with kvkeep."""
-    return sorted(folder.name for folder in SHIPPED.iterdir() if (folder / "config.json").exists())
-
-
 def load(name: str = "trace-1") -> PreTrainedModel:
     """Return a shipped model in float32, ready to generate.
 
@@ -59,8 +51,4 @@ def load(name: str = "trace-1") -> PreTrainedModel:
     ConfigError
         If no model of that name is shipped.
     """
-    if name not in shipped_models():
-        raise ConfigError(
-            f"no model {name!r} comes with kvkeep. Choose one of {', '.join(shipped_models())}."
-        )
-    return AutoModelForCausalLM.from_pretrained(SHIPPED / name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(shipped_model(name), dtype=torch.float32).eval()

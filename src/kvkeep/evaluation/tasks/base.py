@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
+from kvkeep.core.budget import PromptMode
 from kvkeep.core.errors import ConfigError
 from kvkeep.evaluation.records import AnswerClass, SplitPart
 from kvkeep.evaluation.splits import hash_order, part_of
@@ -86,6 +87,7 @@ class Task(ABC):
     template: ClassVar[str]  # name of the default prompt template
     sampling: ClassVar[str] = "vase"  # name of the default sampling preset
     default_model: ClassVar[str] = "demo"
+    prompt_mode: ClassVar[PromptMode] = "counts"  # whether prompt entries count towards a budget
     max_new: int | None = None  # length limit where the preset states none for this task
     grader: ClassVar[str] = "exact"
     metric: ClassVar[Literal["accuracy", "score"]] = "accuracy"  # what results are judged by

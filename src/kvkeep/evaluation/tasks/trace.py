@@ -8,15 +8,22 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import ClassVar, Literal
 
+from kvkeep.core.budget import PromptMode
 from kvkeep.core.errors import ConfigError
+from kvkeep.evaluation.records import SplitPart
+from kvkeep.evaluation.splits import hash_order, part_of
 from kvkeep.evaluation.tasks.base import Grade, Problem, Task
 from kvkeep.testbed import trace_grade, trace_task
+
+Part = Literal["dev", "confirm"]
 
 # A chain may be so much longer than the longest right one, in tokens; beyond that it has lost its way.
 _SLACK = 1.25
 _MEASURED = 200
+PARTS: tuple[Part, ...] = ("dev", "confirm")
 _DIALS = {field.name for field in fields(trace_task.Dials)}
 
 
@@ -42,6 +49,8 @@ class Trace(Task):
     template: ClassVar[str] = "plain"
     sampling: ClassVar[str] = "trace"
     default_model: ClassVar[str] = "trace-1"
+    # Lines of the program that are still to be run are needed whatever a policy thinks of them.
+    prompt_mode: ClassVar[PromptMode] = "kept"
     grader: ClassVar[str] = "trace"
     metric: ClassVar[Literal["accuracy", "score"]] = "score"
     loop_units: ClassVar[Literal["characters", "tokens"]] = "tokens"
@@ -69,33 +78,27 @@ class Trace(Task):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"task trace: {error}") from error
         self.count, self.seed = count, seed
-        self._programs: dict[str, trace_task.Problem] = {}
         self.max_new = self._limit()
 
-    def _draw(self, part: Literal["dev", "confirm"], count: int) -> list[trace_task.Problem]:
-        return list(itertools.islice(trace_task.problems(self.dials, part, seed=self.seed), count))
-
     def _limit(self) -> int:
-        return int(_SLACK * max(len(problem.chain) for problem in self._draw("dev", _MEASURED)))
+        measured = draw(self.dials, "dev", self.seed, _MEASURED).values()
+        return int(_SLACK * max(len(program.chain) for program in measured))
+
+    def programs(self, part: Part) -> dict[str, trace_task.Problem]:
+        """The programs of a part, by id."""
+        return draw(self.dials, part, self.seed, self.count)
 
     def all_problems(self) -> Sequence[Problem]:
-        if not self._programs:
-            both = zip(self._draw("dev", self.count), self._draw("confirm", self.count), strict=True)
-            self._programs = {program.id: program for pair in both for program in pair}
-        return [
-            Problem(
-                id=name,
-                question=" ".join(program.prompt),
-                reference=" ".join(program.answers),
-                meta={"roles": list(program.roles)},
-            )
-            for name, program in self._programs.items()
-        ]
+        return [as_problem(name, program) for part in PARTS for name, program in self.programs(part).items()]
+
+    def problems(self, part: SplitPart = "all", limit: int | None = None) -> list[Problem]:
+        if part == "all":
+            return super().problems(part, limit)
+        programs = self.programs(part)  # making programs takes seconds: only those of the part
+        return [as_problem(name, programs[name]) for name in hash_order(programs)[:limit]]
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        if problem.id not in self._programs:
-            self.all_problems()
-        program = self._programs[problem.id]
+        program = self.programs(part_of(problem.id))[problem.id]
         words = text.split()
         if words == program.chain[:-1]:
             words.append("END")  # special tokens are not part of a text
@@ -121,3 +124,20 @@ class Trace(Task):
     def fingerprint(self) -> str:
         settings = [self.name, self.version, asdict(self.dials), self.count, self.seed]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=16)
+def draw(dials: trace_task.Dials, part: Part, seed: int, count: int) -> dict[str, trace_task.Problem]:
+    """The first programs of a part, by id, as they are drawn; a task is made often, its programs once."""
+    drawn = itertools.islice(trace_task.problems(dials, part, seed=seed), count)
+    return {program.id: program for program in drawn}
+
+
+def as_problem(name: str, program: trace_task.Problem) -> Problem:
+    """What the harness needs to know of a program."""
+    return Problem(
+        id=name,
+        question=" ".join(program.prompt),
+        reference=" ".join(program.answers),
+        meta={"roles": list(program.roles)},
+    )
