@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,9 +19,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from kvkeep.cli import options as opt
+from kvkeep.cli.tables import show_table
 from kvkeep.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -245,11 +244,6 @@ def _show(report: Report, as_json: bool, out: list[Path] | None) -> None:
     console = Console()
     console.print(report.title(), highlight=False)
     for header, rows in report.tables():
-        table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
-        for place, name in enumerate(header):
-            table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        show_table(header, rows, texts={header[0]: 12}, console=console)
     for line in report.footer():
         console.print(line, style="dim", highlight=False)

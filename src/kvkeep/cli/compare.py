@@ -101,28 +101,29 @@ def _explore(found: list[Any], **settings: Any) -> Family:
 
 def show(family: Family) -> None:
     """A table of the comparisons, the decision, and what to know before believing it."""
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=SIMPLE, show_edge=False, padding=0)
-    for name in ("cell", "baseline", "challenger", "difference", "interval", "p", "corrected", "mean cache"):
-        table.add_column(name, justify="left" if name == "cell" else "right")
+    from kvkeep.cli.tables import show_table
+
+    names = ("cell", "baseline", "challenger", "difference", "interval", "p", "corrected", "mean cache")
+    rows = []
     for cell in family.decision.cells:
         one = family.comparisons[cell.cell]
         difference, sides = one.difference, (one.baseline, one.challenger)
         low, high = difference.interval
-        table.add_row(
-            cell.cell,
-            *(f"{100 * side.accuracy.estimate:.1f} %" for side in sides),
-            f"{100 * difference.estimate:+.2f} pp",
-            f"[{100 * low:+.2f}, {100 * high:+.2f}]",
-            f"{difference.p:.4f}",
-            f"{cell.adjusted_p:.4f}",
-            " / ".join(f"{side.mean_cache:.1f}" for side in sides),
+        rows.append(
+            (
+                cell.cell,
+                *(f"{100 * side.accuracy.estimate:.1f} %" for side in sides),
+                f"{100 * difference.estimate:+.2f} pp",
+                f"[{100 * low:+.2f}, {100 * high:+.2f}]",
+                f"{difference.p:.4f}",
+                f"{cell.adjusted_p:.4f}",
+                " / ".join(f"{side.mean_cache:.1f}" for side in sides),
+            )
         )
     console = Console()
-    console.print(table)
+    show_table(names, rows, texts={"cell": 16}, console=console)
     first = next(iter(family.comparisons.values()))
     say = [
         family.decision.sentence,

@@ -77,6 +77,6 @@ def demo(
         facts = [report.as_dict("demo", policy, seed, run) for policy, run in zip(chosen, runs, strict=True)]
         typer.echo(report.as_json(facts))
         return
-    report.show_table(runs)
+    report.show_runs(runs)
     if prefill == "after":
         report.aside("The peak is the prompt, read in one piece; it is evicted before the first new token.")

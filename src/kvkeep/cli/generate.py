@@ -79,4 +79,4 @@ def generate(
         typer.echo()
     else:
         report.show_texts(run)
-    report.show_table([run])
+    report.show_runs([run])

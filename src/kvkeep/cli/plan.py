@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from kvkeep.cli import options as opt
+from kvkeep.cli.tables import show_table
 from kvkeep.core.budget import format_bytes, parse_bytes
 from kvkeep.core.errors import BudgetError, ConfigError
 
@@ -137,12 +136,10 @@ def _notes(spec: ModelSpec, context: int, weights: int, available: int) -> list[
 
 
 def _show(title: str, fits: list[Fit], notes: list[str]) -> None:
-    table = Table(title=title, title_justify="left", box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("cache", "entries", "bytes per row", "rows", "tokens", "KV bytes", "× full"):
-        table.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
+    names = ("cache", "entries", "bytes per row", "rows", "tokens", "KV bytes", "× full")
     full = fits[0].rows
-    for each in fits:
-        table.add_row(
+    rows = [
+        (
             each.cache,
             str(each.entries),
             format_bytes(each.bytes_per_row),
@@ -151,7 +148,9 @@ def _show(title: str, fits: list[Fit], notes: list[str]) -> None:
             format_bytes(each.kv_bytes),
             f"{each.rows / full:.1f}" if full else "–",
         )
+        for each in fits
+    ]
     console = Console()
-    console.print(table)
+    show_table(names, rows, texts={"cache": 12}, title=title, console=console)
     for line in notes:
         console.print(line, style="dim", highlight=False)

@@ -8,11 +8,10 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
 from kvkeep.cli.options import AsJson
+from kvkeep.cli.tables import show_table
 
 if TYPE_CHECKING:
     from kvkeep.core.policy import Policy
@@ -31,13 +30,9 @@ def listing(context: typer.Context, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=2, default=str))
         return
-    table = Table(box=SIMPLE, show_edge=False, padding=0)
-    table.add_column("policy", no_wrap=True)
-    table.add_column("what it does", min_width=26)
-    for name, width in (("evicts", 8), ("scope", 5), ("needs", 11), ("random", 6)):
-        table.add_column(name, min_width=width, max_width=12)
-    for row in rows:
-        table.add_row(
+    names = ("policy", "what it does", "evicts", "scope", "needs", "random")
+    cells = [
+        (
             row["name"],
             row["summary"],
             row["trigger"],
@@ -45,8 +40,11 @@ def listing(context: typer.Context, as_json: AsJson = False) -> None:
             ", ".join(row["needs"]) or "–",
             "yes" if row["random"] else "no",
         )
+        for row in rows
+    ]
     console = Console()
-    console.print(table)
+    texts = {"policy": 18, "what it does": 20, "evicts": 8, "scope": 5, "needs": 11, "random": 6}
+    show_table(names, cells, texts=texts, console=console)
     console.print("`kvkeep policies show NAME` says more. Parts combine: 'triattention + sample + reserve'.")
 
 

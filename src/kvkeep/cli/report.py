@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
-from rich.table import Table
 
 from kvkeep import __version__
+from kvkeep.cli.tables import show_table
 from kvkeep.core.budget import format_bytes
 
 if TYPE_CHECKING:
@@ -70,11 +69,9 @@ def show_texts(run: Run) -> None:
         typer.echo(text)
 
 
-def show_table(runs: Sequence[Run]) -> None:
+def show_runs(runs: Sequence[Run]) -> None:
     """One row per run: what was asked for, and what was measured."""
-    table = Table(box=SIMPLE, show_edge=False, padding=0)
-    left = ("policy", "asked for")
-    for name in (
+    names = (
         "policy",
         "tokens",
         "asked for",
@@ -84,22 +81,24 @@ def show_table(runs: Sequence[Run]) -> None:
         "at peak",
         "tokens/s",
         "evictions",
-    ):
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "asked for")
+    )
+    rows = []
     for run in runs:
         trace, speed = run.trace, run.tokens_per_second
-        table.add_row(
-            trace.policy,
-            f"{sum(run.prompt_tokens)}+{sum(run.new_tokens)}",
-            trace.requested,
-            f"{trace.mean_entries:.1f}",
-            str(trace.peak_entries),
-            format_bytes(trace.kv_bytes),
-            format_bytes(trace.peak_kv_bytes),
-            "–" if speed is None else f"{speed:.1f}",
-            str(trace.evictions),
+        rows.append(
+            (
+                trace.policy,
+                f"{sum(run.prompt_tokens)}+{sum(run.new_tokens)}",
+                trace.requested,
+                f"{trace.mean_entries:.1f}",
+                str(trace.peak_entries),
+                format_bytes(trace.kv_bytes),
+                format_bytes(trace.peak_kv_bytes),
+                "–" if speed is None else f"{speed:.1f}",
+                str(trace.evictions),
+            )
         )
-    Console().print(table)
+    show_table(names, rows, texts={"policy": 10, "asked for": 9})
     lines = ["tokens: prompt + new. mean, peak: measured entries per KV head and layer, mean while writing."]
     lines += [f"{run.trace.policy}: 0 evicted." for run in runs if not run.trace.evictions]
     lines += [
