@@ -43,6 +43,11 @@ def demo(
     # A short answer would end before the periodic trigger of most policies evicts for the first time.
     prefill = prefill or ("after" if prefill_chunk is None else "chunk")
     chosen = [opt.make_policy(name, amount, prefill=prefill, prefill_chunk=prefill_chunk) for name in names]
+    for each in chosen:
+        if each.traits.calibration:
+            raise ConfigError(
+                f"{each.name} needs statistics of the model, which the demo has not: try another."
+            )
 
     source = loading.resolve("demo", report.note)
     from kvkeep.cli import answering

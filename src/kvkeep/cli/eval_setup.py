@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvkeep.cli.options import require_calibration
+
 if TYPE_CHECKING:
     from kvkeep.core.policy import Policy
     from kvkeep.evaluation.generator import ModelGenerator
@@ -84,6 +86,9 @@ class Setup:
     attention: str = "sdpa"
     device: str = "auto"
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require_calibration(self.policy, self.calibration)
 
     def make_task(self) -> Task:
         """The task."""

@@ -50,6 +50,7 @@ def generate(
     chosen = opt.make_policy(
         policy, amount, buffer=buffer, prefill=prefill, prefill_chunk=prefill_chunk, options=option
     )
+    opt.require_calibration(chosen, calibration)
 
     from kvkeep.cli import answering, loading, report
 

@@ -75,7 +75,18 @@ def resolve(name: str, say: Callable[[str], None]) -> str:
 
 
 def load_config(source: str) -> Any:
-    """Read a model's config."""
+    """Read a model's config.
+
+    Raises
+    ------
+    DataFileError
+        If there is none.
+    """
+    place = Path(source)
+    if place.is_file():
+        raise DataFileError(f"{source} is a file: give the folder of a model, or the id of one on a hub.")
+    if not place.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise DataFileError(f"there is no folder {source}: give a folder that holds a model, or a hub id.")
     quiet_transformers(source)
     from transformers import AutoConfig
 
@@ -87,15 +98,15 @@ def load_model(source: str, *, dtype: str, attention: str, device: str, threads:
 
     Raises
     ------
-    UnknownNameError
-        If dtype or attention is none that there is.
+    UnknownNameError, ConfigError
+        If dtype or attention is none that there is, or none that works here.
     DataFileError
         If the model is missing, damaged, incomplete, or has no tokenizer.
     UnsupportedError
         If it is no causal language model.
     """
     one_of("dtype", dtype, DTYPES)
-    one_of("attention", attention, ATTENTION)
+    check_attention(one_of("attention", attention, ATTENTION), dtype)
     config = load_config(source)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -124,6 +135,32 @@ def load_model(source: str, *, dtype: str, attention: str, device: str, threads:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return Loaded(name=source, model=model.to(device_named(device)).eval(), tokenizer=tokenizer)
+
+
+def check_attention(attention: str, dtype: str) -> None:
+    """Refuse flash attention where it cannot run; transformers would find out with the model in hand.
+
+    Raises
+    ------
+    ConfigError
+        Naming the package, and what works here.
+    """
+    quiet_transformers(".")
+    from transformers import utils
+
+    packages = {
+        "flash_attention_2": ("flash-attn", utils.is_flash_attn_2_available()),
+        "flash_attention_3": ("flash-attn-3", utils.is_flash_attn_3_available()),
+    }
+    package, here = packages.get(attention, ("", True))
+    if not here:
+        working = [name for name in ATTENTION if packages.get(name, ("", True))[1]]
+        raise ConfigError(
+            f"attention {attention!r} needs the package {package} and a GPU, and one of both is missing: "
+            f"install it, or use --attention {' or '.join(working)}."
+        )
+    if package and dtype == "float32":
+        raise ConfigError(f"attention {attention!r} does not know float32: add --dtype bfloat16 or float16.")
 
 
 def load_calibration(path: Path | None, loaded: Loaded) -> Any:

@@ -138,3 +138,18 @@ def make_policy(
         prefill = prefill or "chunk"
     flags = {"budget": budget, "buffer": buffer, "prefill": prefill}
     return policy(text, **given | {key: value for key, value in flags.items() if value is not None})
+
+
+def require_calibration(policy: Policy, given: Path | None) -> None:
+    """Refuse a policy that needs statistics where no file of them is named, before a model is loaded.
+
+    Raises
+    ------
+    ConfigError
+        Saying how to make the file.
+    """
+    if policy.traits.calibration and given is None:
+        raise ConfigError(
+            f"{policy.name} needs statistics of this model: measure them once with `kvkeep calibrate --text "
+            "some.txt --out FILE`, then add --calibration FILE."
+        )

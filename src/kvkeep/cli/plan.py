@@ -112,13 +112,14 @@ def fit(cache: str, held: int, spec: ModelSpec, size: int, context: int, free: i
 
 
 def _amounts(text: str) -> list[int]:
-    try:
-        amounts = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise BudgetError(f"cannot read --budgets {text!r}: write counts, for example 512,1024.") from error
-    if any(amount < 1 for amount in amounts):
-        raise BudgetError(f"--budgets {text!r} holds a number below 1 entry.")
-    return amounts
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal() or int(part) < 1:
+            raise BudgetError(
+                f"cannot read {part!r} in --budgets {text!r}: write counts of at least 1 entry, for example "
+                "512,1024."
+            )
+    return [int(part) for part in parts]
 
 
 def _notes(spec: ModelSpec, context: int, weights: int, available: int) -> list[str]:
