@@ -111,6 +111,10 @@ def test_a_plan_is_drafted_from_dev_runs(run: Callable[..., Result], tmp_path: P
     assert shown.exit_code == 0, shown.stderr
     assert run("study", "freeze", path).exit_code == 0
     assert json.loads(run("study", "check", path, "--json").output)["cells"] == ["needle/tiny/64"]
+    other = ("--on", "ruler(count=40)", "--out", tmp_path / "other.yaml")
+    assert run("study", "draft", *places, *other, *words).exit_code == 0
+    checked = json.loads(run("study", "check", tmp_path / "other.yaml", "--json").output)
+    assert checked["cells"] == ["ruler/tiny/64"]
     assert "exists" in run("study", "draft", *places, "--out", path, *words).stderr
     assert "no pairs" in run("study", "draft", places[0], "--out", tmp_path / "x.yaml", *words).stderr
 

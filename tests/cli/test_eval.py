@@ -14,7 +14,8 @@ from kvkeep.evaluation.runlog import read_log
 from tests.evaluation.data import DATA, needs_data
 
 Run = Callable[..., Result]
-TASK = ("--task", "needle(length=80, count=6)", "--split", "all", "--max-new-tokens", 8, "--batch-size", 4)
+NEEDLE = "needle(length=80, count=30)"
+TASK = ("--task", NEEDLE, "--limit", 6, "--max-new-tokens", 8, "--batch-size", 4)
 POLICY = ("--policy", "vase-attnv", "--budget", 24, "--buffer", 8)
 
 
@@ -55,7 +56,7 @@ def test_the_full_cache_needs_no_budget(run: Run, tiny_folder: Path, tmp_path: P
     [
         (("--task", "needle"), "--out"),
         (("--task", "nedle", "--out", "x"), "did you mean 'needle'"),
-        (("--task", "needle", "--out", "x", "--split", "test"), "dev, confirm or all"),
+        (("--task", "needle", "--out", "x", "--split", "all"), "dev, or confirm with a frozen"),
         (("--task", "needle", "--out", "x", "--preset", "vasе"), "sampling preset"),
         (("--task", "needle", "--out", "x", "--workers", 2), "--ray"),
         (("--task", "needle", "--out", "x", "--draws", 3), "copies of each other"),
@@ -110,7 +111,7 @@ def needle_number(name: str) -> str:
     """The right answer to one of the problems of TASK."""
     from kvkeep.evaluation.tasks.registry import make_task
 
-    return next(p.reference for p in make_task("needle(length=80, count=6)").all_problems() if p.id == name)
+    return next(p.reference for p in make_task(NEEDLE).all_problems() if p.id == name)
 
 
 def test_match_finds_the_budget_of_equal_memory(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
@@ -131,10 +132,13 @@ def test_match_finds_the_budget_of_equal_memory(run: Run, tiny_folder: Path, tmp
 
 def test_only_dev_runs_are_matched(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
     """A budget chosen on confirmation problems has seen them."""
-    facts(run("eval", *TASK, *POLICY, "--model", tiny_folder, "--out", tmp_path / "all", "--json"))
-    result = run("match", tmp_path / "all", "--policy", "snapkv", "--buffer", 8, "--out", tmp_path / "tries")
+    place = tmp_path / "seen"
+    facts(run("eval", *TASK, *POLICY, "--model", tiny_folder, "--out", place, "--json"))
+    log = place / "run.jsonl"
+    log.write_text(log.read_text().replace('"split": "dev"', '"split": "confirm"', 1))
+    result = run("match", place, "--policy", "snapkv", "--buffer", 8, "--out", tmp_path / "tries")
     assert result.exit_code == 1
     assert "dev" in result.stderr
     assert not (tmp_path / "tries").exists()
-    everything = run("match", tmp_path / "all", "--policy", "full", "--out", tmp_path / "tries")
+    everything = run("match", place, "--policy", "full", "--out", tmp_path / "tries")
     assert "no budget to match" in everything.stderr

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from kvkeep.evaluation.generator import Completion, Job
+from kvkeep.evaluation.splits import part_of
 from kvkeep.evaluation.tasks.base import Grade, Problem, Task
 
 
 class Sums(Task):
-    """What is a + b?"""
+    """What is a + b? So many dev problems, and the held-out ones between them."""
 
     name: ClassVar[str] = "sums"
     version: ClassVar[str] = "1"
@@ -22,9 +23,11 @@ class Sums(Task):
         self.closed = 0
 
     def all_problems(self) -> Sequence[Problem]:
-        return [
-            Problem(id=f"sums/{i}", question=f"{i} + {i}", reference=str(2 * i)) for i in range(self.count)
-        ]
+        problems: list[Problem] = []
+        while sum(part_of(problem.id) == "dev" for problem in problems) < self.count:
+            i = len(problems)
+            problems.append(Problem(id=f"sums/{i}", question=f"{i} + {i}", reference=str(2 * i)))
+        return problems
 
     def grade(self, problem: Problem, text: str) -> Grade:
         answer = text.rpartition("=")[2].strip()

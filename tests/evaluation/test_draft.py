@@ -11,16 +11,29 @@ import yaml
 
 import kvkeep
 from kvkeep.core.errors import ConfigError, EvidenceError
-from kvkeep.evaluation.draft import draft
+from kvkeep.evaluation.draft import draft, held_out
 from kvkeep.evaluation.identity import plain
 from kvkeep.evaluation.preregistration import load
 from kvkeep.evaluation.records import Run
 from kvkeep.evaluation.splits import ids_sha256
 from kvkeep.evaluation.study import locate
 from tests.evaluation.runs import names
+from tests.evaluation.scripted import Sums
 from tests.evaluation.studies import study_run
 
-CONFIRM = {"sums": names("confirm", 40)}
+IDS = names("confirm", 40)
+CONFIRM = {
+    "sums": {
+        "name": "sums",
+        "version": "1",
+        "sha256": "a" * 64,
+        "part": "confirm",
+        "ids_sha256": ids_sha256(IDS),
+        "problems": 40,
+        "grader": "exact",
+        "grader_version": "1",
+    }
+}
 
 
 def dev(arm: str, budget: int, text: str, **changes: Any) -> Run:
@@ -40,7 +53,7 @@ def pairs(challenger: str = "tova") -> list[tuple[Run, Run]]:
 
 
 def write(runs: list[tuple[Run, Run]], **changes: Any) -> dict[str, Any]:
-    return draft("s", "Does it?", runs, changes.get("ids", CONFIRM), hypothesis="It does.")
+    return draft("s", "Does it?", runs, changes.get("held_out", CONFIRM), hypothesis="It does.")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +67,7 @@ def test_the_same_runs_on_held_out_problems_fit_in(text: str, tmp_path: Path) ->
     study = load(path)
     assert study.tasks[0].problems == 40
     assert [cell.name for cell in study.cells] == ["sums/tiny/32-33", "sums/tiny/64-65"]
-    ids = {"split": "confirm", "problems": 40, "ids_sha256": ids_sha256(CONFIRM["sums"])}
+    ids = {"split": "confirm", "problems": 40, "ids_sha256": ids_sha256(IDS)}
     for cell, pair in zip(study.cells, runs, strict=True):
         for arm, run in zip(("baseline", "challenger"), pair, strict=True):
             place, reasons = locate(study, dataclasses.replace(run.header, **ids))
@@ -91,5 +104,25 @@ def test_runs_that_make_no_study_are_refused() -> None:
         write([(dev("baseline", 32, "random", seeds=(1, 2, 3)), pairs()[0][1])])
     with pytest.raises(ConfigError, match="at least one pair"):
         write([])
-    with pytest.raises(ConfigError, match="held-out problems"):
-        write(pairs(), ids={"sums": names("dev", 3)})
+    with pytest.raises(ConfigError, match="nothing was given to confirm"):
+        write(pairs(), held_out={})
+
+
+def test_a_task_says_what_it_holds_out() -> None:
+    """Hashes of other problems than those that are run would let no run in, or the wrong ones."""
+    task = Sums(20)
+    plan = held_out(task, 5)
+    assert plan["ids_sha256"] == ids_sha256(problem.id for problem in task.problems("confirm", 5))
+    assert (plan["name"], plan["part"], plan["problems"], plan["sha256"]) == ("sums", "confirm", 5, "f" * 64)
+    with pytest.raises(ConfigError, match="holds no problem out"):
+        held_out(Sums(0))
+
+
+def test_another_set_can_confirm(tmp_path: Path) -> None:
+    """Thirty problems are too few to be parted: one year is tuned on, the next confirms."""
+    path = tmp_path / "s.yaml"
+    later = {**CONFIRM["sums"], "name": "later-sums", "sha256": "e" * 64}
+    path.write_text(yaml.safe_dump(write(pairs(), held_out={"sums": later}), sort_keys=False))
+    study = load(path)
+    assert [task.name for task in study.tasks] == ["later-sums"]
+    assert [cell.name for cell in study.cells] == ["later-sums/tiny/32-33", "later-sums/tiny/64-65"]

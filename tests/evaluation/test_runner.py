@@ -19,9 +19,12 @@ from kvkeep.evaluation.generator import Job
 from kvkeep.evaluation.records import Run, SampleRecord
 from kvkeep.evaluation.runlog import RunLog, log_path, read_log, read_run
 from kvkeep.evaluation.runner import Plan, Progress, evaluate
-from kvkeep.evaluation.splits import part_of
+from kvkeep.evaluation.splits import Part, part_of
+from kvkeep.evaluation.tasks.base import Problem
 from tests.evaluation.runs import header, sample
 from tests.evaluation.scripted import Script, Sums
+
+PARTS: tuple[Part, Part] = ("dev", "confirm")
 
 
 def essence(run: Run) -> list[SampleRecord]:
@@ -32,7 +35,8 @@ def test_every_problem_gets_every_draw_once(tmp_path: Path) -> None:
     """A lost or doubled sample shifts an accuracy without a trace."""
     task, script = Sums(7), Script()
     run = evaluate(task, script, tmp_path / "run", Plan(draws=3, batch_size=4))
-    assert {s.key for s in run.samples} == {(f"sums/{i}", draw) for i in range(7) for draw in range(3)}
+    ids = {problem.id for problem in Sums(7).problems("dev")}
+    assert {s.key for s in run.samples} == {(id, draw) for id in ids for draw in range(3)}
     assert len(run.samples) == 21
     assert [len(batch) for batch in script.batches] == [4, 4, 4, 4, 4, 1]
     assert task.closed == 1
@@ -55,9 +59,10 @@ def test_the_header_says_what_decides_the_result(tmp_path: Path) -> None:
 
 def test_the_two_parts_share_no_problem() -> None:
     """Tuning on confirmation problems makes the confirmation worthless."""
-    ids = [{problem.id for problem in Sums(30).problems(part)} for part in ("dev", "confirm", "all")]  # type: ignore[arg-type]
-    assert not ids[0] & ids[1]
-    assert ids[0] | ids[1] == ids[2]
+    dev, confirm = ({problem.id for problem in Sums(30).problems(part)} for part in PARTS)
+    assert not dev & confirm
+    assert dev | confirm == {problem.id for problem in Sums(30).all_problems()}
+    assert len(dev) == 30
 
 
 def test_held_out_problems_are_not_touched_without_a_study(tmp_path: Path) -> None:
@@ -67,6 +72,25 @@ def test_held_out_problems_are_not_touched_without_a_study(tmp_path: Path) -> No
         evaluate(Sums(30), script, tmp_path / "x", Plan(part="confirm"))
     assert not script.batches
     assert not (tmp_path / "x").exists()
+
+
+def test_a_run_that_says_nothing_is_on_dev_problems(tmp_path: Path) -> None:
+    """The way of least resistance must not be the one that spends the held-out problems."""
+    run = evaluate(Sums(5), Script(), tmp_path / "x", Plan())
+    assert run.header.split == "dev"
+    assert {s.id for s in run.samples} == {p.id for p in Sums(5).problems("dev")}
+
+
+def test_a_set_that_is_held_out_as_a_whole_says_what_to_do(tmp_path: Path) -> None:
+    """Twelve of thirty problems are too few to tune on and eighteen too few to confirm."""
+
+    class Contest(Sums):
+        def all_problems(self) -> list[Problem]:
+            return [Problem(id=f"aime25/{i}", question="?", reference="7") for i in range(30)]
+
+    assert len(Contest().problems("confirm")) == 30
+    with pytest.raises(ConfigError, match="all 30 are for the other part"):
+        evaluate(Contest(), Script(), tmp_path / "x", Plan())
 
 
 def test_samples_do_not_depend_on_batch_size_or_number_of_draws(tmp_path: Path) -> None:

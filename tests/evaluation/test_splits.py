@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.core.errors import ConfigError
-from kvkeep.evaluation.splits import hash_order, ids_sha256, part_of, split
+from kvkeep.evaluation.splits import WHOLE, hash_order, ids_sha256, part_of, split
 
 # Names (no problems) of MATH-500, in the order of its file.
 MATH500 = (Path(__file__).parent / "data" / "math500_ids.txt").read_text().split()
@@ -38,6 +38,14 @@ def test_hash_order_is_a_shuffle_that_everybody_shares() -> None:
     assert ordered != sorted(MATH500)
     assert ordered[0] == min(MATH500, key=lambda name: hashlib.md5(name.encode()).hexdigest())
     assert part_of(ordered[0]) in ("dev", "confirm")
+
+
+def test_small_sets_are_not_parted() -> None:
+    """Twelve problems to tune on and eighteen to confirm on are too few for either."""
+    years = {name: {part_of(f"{name}/{i}") for i in range(30)} for name in WHOLE}
+    assert years["aime24"] == {"dev"}
+    assert all(parts == {"confirm"} for name, parts in years.items() if name != "aime24")
+    assert {part_of(f"aime2400/{i}") for i in range(30)} == {"dev", "confirm"}
 
 
 def test_two_problems_of_one_name_are_refused() -> None:

@@ -32,17 +32,17 @@ def chain(task: Trace, name: str, change: Callable[[str], str] = str) -> str:
 
 def test_the_parts_agree_with_the_rule_of_the_split(task: Trace) -> None:
     """Programs that the model was trained on must be in neither part, and the parts must not mix."""
-    parts = [{p.id for p in task.problems(part)} for part in ("dev", "confirm", "all")]  # type: ignore[arg-type]
-    assert [len(part) for part in parts] == [60, 60, 120]
-    assert not parts[0] & parts[1]
-    splits = {name: task.programs(part_of(name))[name].split for name in parts[2]}
-    assert all(splits[name] == part_of(name) for name in parts[2])
-    assert "train" not in splits.values()
+    for part in PARTS:
+        names = {problem.id for problem in task.problems(part)}
+        assert len(names) == 60
+        assert {part_of(name) for name in names} == {part}
+        assert {task.programs(part)[name].split for name in names} == {part}
+    assert len(task.all_problems()) == 120
 
 
 def test_the_right_chain_is_right_in_every_role(task: Trace) -> None:
     """A grader that misses right answers would blame the policies."""
-    for problem in task.problems(limit=20):
+    for problem in task.problems("dev", 20):
         grade = task.grade(problem, chain(task, problem.id))
         assert (grade.answer_class, grade.score, grade.extra["faults"]) == ("correct", 1.0, {})
         assert grade.extra["first_error"] is None
@@ -51,7 +51,7 @@ def test_the_right_chain_is_right_in_every_role(task: Trace) -> None:
 
 def test_other_digits_cost_their_share(task: Trace) -> None:
     """The score is what compares policies; one wrong read must not cost the whole problem."""
-    problem = task.problems(limit=1)[0]
+    problem = task.problems("dev", 1)[0]
     answers = problem.reference.split()
     wrong = chain(task, problem.id).split()
     place = max(index for index, word in enumerate(wrong) if word == answers[-1])
@@ -67,7 +67,7 @@ def test_other_digits_cost_their_share(task: Trace) -> None:
 def test_right_chains_raise_no_alarm(task: Trace) -> None:
     """Programs repeat themselves by nature: at most one right chain in a hundred may look like a loop."""
     alarms = 0
-    for problem in task.problems():
+    for problem in task.all_problems():
         words = chain(task, problem.id).split()
         facts = text_facts(" ".join(words), words, finished=True, cycles=True)
         alarms += facts.failure_class != "ok" or facts.loop_onset is not None
@@ -141,7 +141,16 @@ def test_a_first_evaluation_needs_neither_task_nor_model(shipped: Path, tmp_path
 
 def test_memory_is_matched_in_the_mode_of_the_run(shipped: Path, tmp_path: Path) -> None:
     """A budget that counts the prompt, matched to one that does not, would be another question."""
-    task = ("--task", "trace(size=S, steps=4, count=2)", "--max-new-tokens", 90, "--policy", "random", "--buffer", 16)
+    task = (
+        "--task",
+        "trace(size=S, steps=4, count=2)",
+        "--max-new-tokens",
+        90,
+        "--policy",
+        "random",
+        "--buffer",
+        16,
+    )
     facts(call("eval", *task, "--budget", 40, "--out", tmp_path / "run", "--json"))
     tries = ("--policy", "streaming-llm", "--buffer", 16, "--out", tmp_path / "tries")
     found = facts(call("match", tmp_path / "run", *tries, "--json"))

@@ -26,7 +26,9 @@ Data = Annotated[
     str | None,
     typer.Option(help="The task's data file, or a folder that holds it [the folder in KVKEEP_DATA]."),
 ]
-Part = Annotated[str, typer.Option("--split", help="dev, confirm or all.")]
+Part = Annotated[
+    str, typer.Option("--split", help="dev, or confirm for a run of the frozen study of --prereg.")
+]
 Limit = Annotated[int | None, typer.Option(help="At most so many problems, a fair sample.")]
 Draws = Annotated[int, typer.Option(help="Samples per problem.")]
 BatchSize = Annotated[int, typer.Option(help="Samples written together; results do not depend on it.")]

@@ -169,8 +169,8 @@ def regrade_command(
 
 def part(name: str) -> Any:
     """Check the name of a part."""
-    if name not in ("dev", "confirm", "all"):
-        raise ConfigError(f"--split {name!r} is unknown: use dev, confirm or all.")
+    if name not in ("dev", "confirm"):
+        raise ConfigError(f"--split {name!r} is unknown: use dev, or confirm with a frozen --prereg.")
     return name
 
 

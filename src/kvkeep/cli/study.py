@@ -58,6 +58,11 @@ def draft_study(
     question: Annotated[str, typer.Option(help="What is asked.")],
     hypothesis: Annotated[str, typer.Option(help="What is expected; it may turn out wrong.")],
     name: Annotated[str | None, typer.Option(help="Of the study [the name of the file].")] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(help="Confirm on the held-out problems of this task [the task of the runs]."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Data of the task of --on.")] = None,
     limit: Annotated[
         int | None, typer.Option(help="At most so many held-out problems, a fair sample.")
     ] = None,
@@ -66,7 +71,7 @@ def draft_study(
 ) -> None:
     """Write a study that repeats dev runs on held-out problems: read it, change it, then freeze it."""
     from kvkeep.core.files import atomic_path
-    from kvkeep.evaluation.draft import draft
+    from kvkeep.evaluation.draft import draft, held_out
     from kvkeep.evaluation.extras import need
     from kvkeep.evaluation.preregistration import load
     from kvkeep.evaluation.runlog import read_run
@@ -77,17 +82,18 @@ def draft_study(
     if out.exists():
         raise ConfigError(f"{out} exists: choose another --out.")
     found = [read_run(place) for place in runs]
-    ids = {}
+    plans = {}
     for run in found:
-        if run.header.task not in ids:
+        if run.header.task not in plans:
             request = run.header.extra.get("request", {})
-            with make_task(request.get("task", run.header.task), data=request.get("data")) as task:
-                ids[run.header.task] = [problem.id for problem in task.problems("confirm", limit)]
+            source = (request.get("task", run.header.task), request.get("data")) if on is None else (on, data)
+            with make_task(source[0], data=source[1]) as task:
+                plans[run.header.task] = held_out(task, limit)
     content = draft(
         name or out.stem,
         question,
         list(zip(found[::2], found[1::2], strict=True)),
-        ids,
+        plans,
         hypothesis=hypothesis,
         seed=seed,
         correction=correction,

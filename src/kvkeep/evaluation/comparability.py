@@ -122,7 +122,7 @@ def held_out_reasons(runs: Iterable[Run]) -> list[str]:
         f"run {run.header.run!r} is on confirm problems: compare it with --confirm and a frozen "
         "pre-registration"
         for run in runs
-        if run.header.split == "confirm"
+        if run.header.split != "dev"
     ]
 
 

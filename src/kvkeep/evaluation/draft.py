@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.errors import ConfigError, EvidenceError
 from kvkeep.evaluation.comparability import SETTINGS, setting_reasons
 from kvkeep.evaluation.records import Run, RunHeader
-from kvkeep.evaluation.splits import ids_sha256, part_of
+from kvkeep.evaluation.splits import ids_sha256
+
+if TYPE_CHECKING:
+    from kvkeep.evaluation.tasks.base import Task
 
 
 def draft(
     study: str,
     question: str,
     pairs: Sequence[tuple[Run, Run]],
-    confirm_ids: Mapping[str, Sequence[str]],
+    held_out: Mapping[str, Mapping[str, Any]],
     *,
     hypothesis: str,
     seed: int = 0,
@@ -30,8 +33,9 @@ def draft(
     pairs
         Baseline and challenger for every cell, at budgets that were matched. The policies are the same
         in all of them but for the budget.
-    confirm_ids
-        The held-out problems of each task, by its name.
+    held_out
+        What is to confirm the runs of each task, by the task's name: :func:`held_out` of the same task,
+        or of another one where the set of the runs is too small to be parted.
     seed, correction
         Of the analysis.
 
@@ -45,7 +49,7 @@ def draft(
     EvidenceError
         If a run is not on dev problems, or the runs do not make one study.
     ConfigError
-        If there is no pair, or a held-out problem is missing or is a dev problem.
+        If there is no pair, or what is to confirm the runs of a task is missing.
     """
     if not pairs:
         raise ConfigError("a study needs at least one pair of runs: baseline and challenger.")
@@ -77,19 +81,23 @@ def draft(
     if reasons:
         raise EvidenceError(f"study {study!r} cannot be drafted from these runs", reasons)
     first = headers[0]
+    tasks = [header.task for header in _one_each(headers, "task")]
+    missing = [task for task in tasks if task not in held_out]
+    if missing:
+        raise ConfigError(f"nothing was given to confirm the runs on task {missing[0]!r}.")
     return {
         "format": 1,
         "study": study,
         "question": question,
         "hypotheses": [{"id": "H1", "text": hypothesis}],
-        "tasks": [_task(header, confirm_ids) for header in _one_each(headers, "task")],
+        "tasks": list({plan["name"]: dict(plan) for plan in (held_out[task] for task in tasks)}.values()),
         "models": [
             {"name": header.model, "sha256": header.model_sha256} for header in _one_each(headers, "model")
         ],
         "arms": {name: found[0] for name, found in arms.items()},
         "cells": [
             {
-                "task": baseline.header.task,
+                "task": held_out[baseline.header.task]["name"],
                 "model": baseline.header.model,
                 "baseline": baseline.header.budget.get("entries"),
                 "challenger": challenger.header.budget.get("entries"),
@@ -115,21 +123,27 @@ def _one_each(headers: Sequence[RunHeader], field: str) -> list[RunHeader]:
     return list({getattr(header, field): header for header in headers}.values())
 
 
-def _task(header: RunHeader, confirm_ids: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    ids = confirm_ids.get(header.task, ())
-    if not ids or any(part_of(id) != "confirm" for id in ids):
-        raise ConfigError(
-            f"the {len(ids)} held-out problems of task {header.task!r} are none, or not confirm."
-        )
+def held_out(task: Task, limit: int | None = None) -> dict[str, Any]:
+    """The held-out problems of a task, or a fair sample of so many, as a plan names them.
+
+    Raises
+    ------
+    ConfigError
+        If it has none.
+    """
+    ids = [problem.id for problem in task.problems("confirm", limit)]
+    if not ids:
+        raise ConfigError(f"task {task.name} holds no problem out: confirm on another set of its kind.")
+    grader = task.grader_facts()
     return {
-        "name": header.task,
-        "version": header.task_version,
-        "sha256": header.task_sha256,
+        "name": task.name,
+        "version": task.version,
+        "sha256": task.fingerprint(),
         "part": "confirm",
         "ids_sha256": ids_sha256(ids),
         "problems": len(ids),
-        "grader": header.grader,
-        "grader_version": header.grader_version,
+        "grader": grader["name"],
+        "grader_version": grader["version"],
     }
 
 

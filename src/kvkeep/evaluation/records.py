@@ -15,7 +15,7 @@ from kvkeep.core.errors import DataFileError
 
 AnswerClass = Literal["correct", "wrong", "not_extracted", "timed_out"]
 FailureClass = Literal["ok", "truncated", "phrase_loop", "garbage"]
-SplitPart = Literal["dev", "confirm", "all"]
+SplitPart = Literal["dev", "confirm"]
 
 FORMAT = 1
 
@@ -143,7 +143,7 @@ class RunHeader(_Plain):
     task, task_version, task_sha256
         The task and the hash of its data.
     split, split_rule, ids_sha256, problems
-        Which problems: ``"dev"``, ``"confirm"`` or ``"all"``; the rule that parted them; hash
+        Which problems, ``"dev"`` or ``"confirm"``; the rule that parted them; hash
         (:func:`kvkeep.evaluation.splits.ids_sha256`) and number of the ids that were asked for.
     prompt_sha256
         Hash of the prompt template.

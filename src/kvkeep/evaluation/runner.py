@@ -39,7 +39,7 @@ class Plan:
     Parameters
     ----------
     part
-        ``"dev"``, ``"confirm"`` or ``"all"``.
+        ``"dev"``, or ``"confirm"`` for a run of a frozen study.
     limit
         So many problems at most (a fair sample: the first in hash order).
     draws
@@ -50,7 +50,7 @@ class Plan:
         Samples that are written together; does not change results.
     """
 
-    part: SplitPart = "all"
+    part: SplitPart = "dev"
     limit: int | None = None
     draws: int = 1
     seed: int = 0
@@ -141,7 +141,11 @@ def evaluate(
     task.bind(generator.count_tokens)
     problems = task.problems(plan.part, plan.limit)
     if not problems:
-        raise ConfigError(f"task {task.name} has no problem in part {plan.part!r}.")
+        raise ConfigError(
+            f"task {task.name} has no problem in part {plan.part!r}: all {len(task.all_problems())} are for "
+            f"the other part. Tune on another set of its kind (kvkeep study draft --on {task.name} plans "
+            "the confirmation), or make more problems."
+        )
     header = make_header(task, generator, plan, problems, name=Path(out).name, command=command)
     if request is not None:
         header = replace(header, extra={**header.extra, "request": dict(request)})

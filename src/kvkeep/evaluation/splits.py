@@ -2,34 +2,49 @@
 
 Two fifths of the problems are for development, the rest stay untouched until a claim is confirmed.
 The MD5 hash of the id decides, so the split needs no list, no seed and no order of rows, and cannot
-be drawn again until it pleases.
+be drawn again until it pleases. Sets of thirty problems are too small to be parted: one year of a
+contest is for development, the later ones are for confirming.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvkeep.core.errors import ConfigError
 
 RULE: Final = "md5-mod5"
+Part = Literal["dev", "confirm"]
+
+
+WHOLE: Final[Mapping[str, Part]] = {
+    "aime24": "dev",
+    "aime25": "confirm",
+    "aime26": "confirm",
+    "hmmt25": "confirm",
+}
 
 
 def _digest(problem: str) -> int:
     return int(hashlib.md5(problem.encode(), usedforsecurity=False).hexdigest(), 16)
 
 
-def part_of(problem: str) -> Literal["dev", "confirm"]:
+def part_of(problem: str) -> Part:
     """Where a problem belongs: ``"dev"`` if the MD5 of its id, modulo 5, is below 2.
+
+    Ids that begin with a name of :data:`WHOLE` belong where their set belongs.
 
     Examples
     --------
-    >>> part_of("test/precalculus/807.json")
-    'dev'
+    >>> part_of("test/precalculus/807.json"), part_of("aime25/7")
+    ('dev', 'confirm')
     """
+    whole = WHOLE.get(problem.partition("/")[0])
+    if whole is not None:
+        return whole
     return "dev" if _digest(problem) % 5 < 2 else "confirm"
 
 

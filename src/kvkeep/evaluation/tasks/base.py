@@ -98,11 +98,10 @@ class Task(ABC):
     def all_problems(self) -> Sequence[Problem]:
         """Every problem, in the order of the data."""
 
-    def problems(self, part: SplitPart = "all", limit: int | None = None) -> list[Problem]:
+    def problems(self, part: SplitPart, limit: int | None = None) -> list[Problem]:
         """Problems of one part of the split, in hash order: the first so many are a fair sample."""
-        found = {problem.id: problem for problem in self.all_problems()}
-        chosen = [name for name in hash_order(found) if part in ("all", part_of(name))]
-        return [found[name] for name in chosen[:limit]]
+        found = {problem.id: problem for problem in self.all_problems() if part_of(problem.id) == part}
+        return [found[name] for name in hash_order(found)[:limit]]
 
     def bind(self, count_tokens: Callable[[str], int]) -> None:  # noqa: B027 (files need no tokenizer)
         """Learn how the model under test counts tokens; generated tasks make their length with it."""

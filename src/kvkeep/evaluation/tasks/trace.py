@@ -14,11 +14,9 @@ from typing import ClassVar, Literal
 from kvkeep.core.budget import PromptMode
 from kvkeep.core.errors import ConfigError
 from kvkeep.evaluation.records import SplitPart
-from kvkeep.evaluation.splits import hash_order, part_of
+from kvkeep.evaluation.splits import Part, hash_order, part_of
 from kvkeep.evaluation.tasks.base import Grade, Problem, Task
 from kvkeep.testbed import trace_grade, trace_task
-
-Part = Literal["dev", "confirm"]
 
 # A chain may be so much longer than the longest right one, in tokens; beyond that it has lost its way.
 _SLACK = 1.25
@@ -91,9 +89,7 @@ class Trace(Task):
     def all_problems(self) -> Sequence[Problem]:
         return [as_problem(name, program) for part in PARTS for name, program in self.programs(part).items()]
 
-    def problems(self, part: SplitPart = "all", limit: int | None = None) -> list[Problem]:
-        if part == "all":
-            return super().problems(part, limit)
+    def problems(self, part: SplitPart, limit: int | None = None) -> list[Problem]:
         programs = self.programs(part)  # making programs takes seconds: only those of the part
         return [as_problem(name, programs[name]) for name in hash_order(programs)[:limit]]
 
