@@ -27,6 +27,7 @@ TEXTS = [
     "snapkv(window=5, pool=7, pool_kind=max, group_reduce=logit_max)",
     "snapkv + sample + reserve",
     "keydiff + sample",
+    "tova + sample + reserve",
 ]
 
 

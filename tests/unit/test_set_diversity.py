@@ -232,3 +232,18 @@ def test_bad_options_are_refused(options: dict[str, object]) -> None:
     """A typo would silently run another method."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         SetDiversity(budget=20, **options)
+
+
+@pytest.mark.parametrize(("protection", "agree"), [({}, True), ({"recent": 6}, False), ({"sinks": 6}, False)])
+def test_counting_protected_entries_matters_only_where_something_is_protected(
+    protection: dict[str, int], agree: bool
+) -> None:
+    """The docstring says where our default leaves the reconstruction that counts them."""
+    found = []
+    for start in (False, True):
+        policy = SetDiversity(budget=24, lam=2.0, start_from_protected=start, **protection)
+        views = shared_views(policy)
+        decisions = policy.decide(views, [make_counts(view) for view in views])
+        found.append([kept(decision) for decision in decisions])
+    assert (found[0] == found[1]) is agree
+    assert not SetDiversity(budget=24).start_from_protected

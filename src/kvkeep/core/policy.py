@@ -54,6 +54,7 @@ class Policy(ABC):
     name: ClassVar[str] = ""
     bounded: ClassVar[bool] = True  # False: keeps everything, memory grows
     mass: ClassVar[bool] = False  # True: scores are shares, not negative, zero means nothing
+    one_set: ClassVar[bool] = False  # True: all KV heads of a layer keep the same entries
     recent_option: ClassVar[str] = "buffer"  # the option that sets how many newest entries are kept
 
     budget: int | Budget
@@ -118,6 +119,11 @@ class Policy(ABC):
     def recent(self) -> int:
         """Newest entries protected by mask at an eviction (the buffer, unless a method says less)."""
         return self.buffer
+
+    @property
+    def no_sample(self) -> str:
+        """Why a sample by these scores would mean nothing; empty if it does mean something."""
+        return ""
 
     @property
     def protects_prompt(self) -> bool:

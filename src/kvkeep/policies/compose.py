@@ -47,7 +47,9 @@ class Composed(Policy):
     base
         Gives score, budget, buffer, sinks, triggers and protection. Where a draw or a reserve makes
         every layer keep other tokens, a base that decides for all layers together is taken in the mode
-        in which each layer decides alone (:meth:`~kvkeep.core.policy.Policy.per_layer`).
+        in which each layer decides alone (:meth:`~kvkeep.core.policy.Policy.per_layer`). A base whose heads
+        keep one set of entries (TOVA) stays so: there is one draw for all heads of a layer, and the reserve
+        goes to the largest mean of the heads' magnitudes.
     choose
         ``"top-k"``, or ``"sample"``: without replacement, in proportion to the score where scores are
         shares (attention, leverage), else to ``exp(z / temperature)`` of the standardised score.
@@ -95,6 +97,10 @@ class Composed(Policy):
         known = ("top-k", "sample")
         self._require(self.choose in known, f"choose {self.choose!r} is none of {known}")
         self._require(self.temperature > 0, f"temperature {self.temperature} is not positive")
+        self._require(
+            self.choose != "sample" or not self.base.no_sample,
+            f"{self.base.no_sample}: leave '+ sample' or that option out",
+        )
         magnitudes = (None, *MAGNITUDES)
         self._require(
             self.magnitude in magnitudes, f"magnitude {self.magnitude!r} is none of {magnitudes[1:]}"
@@ -152,24 +158,33 @@ class Composed(Policy):
 
     def select(self, view: LayerView, scores: Tensor, counts: KeepCounts) -> KeepDecision:
         """Protected entries, then the reserve, then the rest by score or by a draw."""
-        kept = view.protected
+        # One head stands for all where they keep one set: its positions and masks are those of the others.
+        heads = slice(0, 1) if self.base.one_set else slice(None)
+        valid, kept = view.valid[:, heads], view.protected[:, heads]
+        scores, counts = scores[:, heads], dataclasses.replace(counts, per_head=counts.per_head[:, heads])
         if self.magnitude is not None:
             slots = view.budget // 4 if self.slots is None else self.slots
             quota = max(0, min(slots, view.budget - self.recent) - self.sinks)
             magnitudes = value_magnitude(view.values, self.magnitude)
-            kept = kept | reserve(magnitudes, quota, candidates=view.candidates)
-        rest = view.valid & ~kept
+            if self.base.one_set:
+                magnitudes = magnitudes.mean(1, keepdim=True)
+            kept = kept | reserve(magnitudes, quota, candidates=valid & ~kept)
+        rest = valid & ~kept
         if self.choose == "top-k":
-            return top_k(scores, counts, candidates=rest, kept=kept)
-        weights = scores if self.base.mass else standardize(scores, view.candidates).exp()
-        return weighted_sample(
-            weights.pow(1.0 / self.temperature),
-            counts,
-            candidates=rest,
-            kept=kept,
-            positions=view.positions,
-            random=view.random,
-        )
+            decision = top_k(scores, counts, candidates=rest, kept=kept)
+        else:
+            candidates = view.candidates[:, heads]
+            weights = scores if self.base.mass else standardize(scores, candidates).exp()
+            decision = weighted_sample(
+                weights.pow(1.0 / self.temperature),
+                counts,
+                candidates=rest,
+                kept=kept,
+                positions=view.positions[:, heads],
+                random=view.random,
+            )
+        batch, every, _ = view.shape
+        return KeepDecision(decision.indices.expand(batch, every, -1), decision.lengths.expand(batch, every))
 
 
 # What may stand after a "+", with the options each part takes.

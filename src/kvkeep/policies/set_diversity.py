@@ -57,6 +57,9 @@ class SetDiversity(TriAttention):
     ----------
     The sources leave open, and we chose: the maximum over the set, negative cosines as 0, TriAttention's
     standardised scores as they are, the union mode, a prompt that competes, an interval of 128 tokens.
+    Entries that are protected (``recent``, ``sinks``, a kept prompt) do not count among the picks unless
+    ``start_from_protected`` is set: a reconstruction that puts them first charges likeness to them too.
+    By default nothing is protected, and the two agree.
 
     Notes
     -----

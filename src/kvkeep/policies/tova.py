@@ -45,6 +45,7 @@ class TOVA(RankedPolicy):
 
     name: ClassVar[str] = "tova"
     mass: ClassVar[bool] = True
+    one_set: ClassVar[bool] = True
 
     @property
     def traits(self) -> Traits:

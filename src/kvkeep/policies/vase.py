@@ -115,6 +115,13 @@ class VaSEAttnV(Policy):
             or (uses_attention and self.sample),
         )
 
+    @property
+    def no_sample(self) -> str:
+        """The two controls score without saying how useful an entry is."""
+        if self.select_by == "attention":
+            return ""
+        return f"select_by={self.select_by} is a control whose scores no sample can follow"
+
     def reserve_slots(self, budget: int) -> int:
         """``N_v`` at a budget of so many entries."""
         return min(budget // 4, budget - self.buffer) if self.reserve is None else self.reserve
