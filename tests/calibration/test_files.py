@@ -57,6 +57,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
+def test_the_hash_is_that_of_the_numbers_wherever_they_are(tmp_path: Path) -> None:
+    """A run names the calibration it used by this hash; the file must be found by it, and no other."""
+    made = make_statistics()
+    made.save(tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        header = json.loads(file.metadata()["kvkeep"])
+    assert made.sha256 == load(tmp_path / "a.safetensors").sha256 == header["sha256"]
+    other = dataclasses.replace(made.layers[0], magnitude=made.layers[0].magnitude + 1e-6)
+    assert make_statistics(layers={0: other, 1: made.layers[1]}).sha256 != made.sha256
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted calibration would destroy the one that worked."""
     path = tmp_path / "a.safetensors"

@@ -90,6 +90,17 @@ def test_the_metric_is_that_of_the_task() -> None:
         write([pairs()[0], graded[1]])  # type: ignore[list-item]
 
 
+def test_the_calibration_is_planned_too(tmp_path: Path) -> None:
+    """Statistics measured anew after the plan are another policy under the same name."""
+    read = {"calibration_sha256": "d" * 64}
+    runs = [(dev("baseline", 32, "random"), dev("challenger", 32, "tova", **read))]
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump(write(runs), sort_keys=False))
+    assert load(path).cells[0].calibration_sha256 == "d" * 64
+    with pytest.raises(EvidenceError, match="two calibrations"):
+        write([(dev("baseline", 32, "random", calibration_sha256="e" * 64), runs[0][1])])
+
+
 def test_runs_that_make_no_study_are_refused() -> None:
     """A plan from confirm runs would be written after the results."""
     seen = [

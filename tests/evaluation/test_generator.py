@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from kvkeep.evaluation.decoding import Written
 from kvkeep.evaluation.generator import Completion, Job, ModelGenerator, end_tokens, pad_left
 from kvkeep.evaluation.identity import weights_sha256
 from kvkeep.evaluation.prompts import PromptTemplate, prompt_template
+from kvkeep.evaluation.runlog import differences
 from kvkeep.evaluation.sampling import Sampler, Sampling, sampling_preset
 from kvkeep.evaluation.tasks.base import Problem
 from tests.evaluation.models import WORDS, tiny_model, word_tokenizer
+from tests.evaluation.runs import header
 
 PROMPTS = ("w5 w6 w7", "w9", "w3 w4 w5 w6 w7 w8 w9 w10 w11", "w20 w21", "w30 w29 w28 w27 w26")
 POLICIES = {
@@ -184,6 +187,16 @@ def test_the_generator_says_whether_draws_can_differ() -> None:
     facts = generator(POLICIES["vase"], temperature=0.0).facts()
     assert facts["extra"]["draws_differ_by"] == "policy"
     assert facts["budget"] == {"entries": 12, "prompt": "counts"}
+
+
+def test_the_header_names_the_calibration_that_was_read() -> None:
+    """Scores of another calibration are another policy; a policy that reads none is not bound to any."""
+    writer = generator(kvkeep.TriAttention(budget=12, buffer=4))
+    writer.calibration = SimpleNamespace(sha256="c" * 64)
+    assert writer.facts()["calibration_sha256"] == "c" * 64
+    assert writer.with_policy(POLICIES["snapkv"]).facts()["calibration_sha256"] is None
+    one, other = (header(calibration_sha256=letter * 64) for letter in "cd")
+    assert "calibration_sha256 was cccc" in differences(one, other)[0]
 
 
 def test_templates_are_filled_without_reading_braces() -> None:

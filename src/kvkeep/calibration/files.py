@@ -26,22 +26,27 @@ _FACTS = ("model_type", "heads", "kv_heads", "head_dim", "rope_type")
 
 def save(statistics: Statistics, path: str | os.PathLike[str]) -> None:
     """Write statistics (see :meth:`Statistics.save`)."""
-    layers = sorted(statistics.layers)
-    means = torch.stack([statistics.layers[index].mean for index in layers])
-    tensors = {
-        "mean_real": means.real,
-        "mean_imag": means.imag,
-        "magnitude": torch.stack([statistics.layers[index].magnitude for index in layers]),
-        "inv_freq": statistics.rope.inv_freq,
-    }
     header = {
         "format": _FORMAT,
         **{name: getattr(statistics, name) for name in _FACTS},
-        "layers": layers,
+        "layers": sorted(statistics.layers),
         "rope_scaling": statistics.rope.scaling,
         "provenance": asdict(statistics.provenance),
     }
-    write_tensors(path, _KIND, tensors, header)
+    write_tensors(path, _KIND, tensors_of(statistics), header)
+
+
+def tensors_of(statistics: Statistics) -> dict[str, Tensor]:
+    """The numbers of a calibration, as they stand in a file."""
+    layers = [statistics.layers[index] for index in sorted(statistics.layers)]
+    means = torch.stack([layer.mean for layer in layers])
+    tensors = {
+        "mean_real": means.real,
+        "mean_imag": means.imag,
+        "magnitude": torch.stack([layer.magnitude for layer in layers]),
+        "inv_freq": statistics.rope.inv_freq,
+    }
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def load(path: str | os.PathLike[str], model: PreTrainedModel | None = None) -> Statistics:

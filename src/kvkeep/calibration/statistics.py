@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.core.files import tensor_digest
 from kvkeep.core.spec import ModelSpec
 from kvkeep.core.view import Rope
 from kvkeep.scoring.trigonometric import pair_channels
@@ -122,6 +123,13 @@ class Statistics:
         if not abs(self.rope.scaling - rope.scaling) <= _FREQUENCY_TOLERANCE:
             differing.append(f"rotary scaling {self.rope.scaling:g}, here {rope.scaling:g}")
         return [f"the calibration was made for a model with {difference}" for difference in differing]
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the numbers, the same in memory and in the header of every file that holds them."""
+        from kvkeep.calibration.files import tensors_of
+
+        return tensor_digest(tensors_of(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, whole or not at all; :func:`kvkeep.calibration.load` reads it.

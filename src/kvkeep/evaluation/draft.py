@@ -63,6 +63,8 @@ def draft(
     across = [name for name in SETTINGS if name not in ("sampling", "draws", "seeds")]
     for pair in pairs:
         reasons += setting_reasons(*pair)
+        if len(calibrations := {run.header.calibration_sha256 for run in pair} - {None}) > 1:
+            reasons.append(f"two calibrations of one model are in use: {sorted(map(str, calibrations))}")
         reasons += setting_reasons(pairs[0][0], pair[0], across)
         if pair[0].header.metric != headers[0].metric:
             reasons.append(
@@ -102,6 +104,7 @@ def draft(
                 "baseline": baseline.header.budget.get("entries"),
                 "challenger": challenger.header.budget.get("entries"),
                 "prompt_sha256": baseline.header.prompt_sha256,
+                **_calibration(baseline.header, challenger.header),
             }
             for baseline, challenger in pairs
         ],
@@ -117,6 +120,11 @@ def draft(
             ]
         },
     }
+
+
+def _calibration(*headers: RunHeader) -> dict[str, str]:
+    found = [each.calibration_sha256 for each in headers if each.calibration_sha256 is not None]
+    return {"calibration_sha256": found[0]} if found else {}
 
 
 def _one_each(headers: Sequence[RunHeader], field: str) -> list[RunHeader]:

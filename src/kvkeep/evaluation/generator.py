@@ -181,6 +181,7 @@ class ModelGenerator:
             "model_sha256": self._weights,
             "prompt_sha256": self.template.fingerprint(self.tokenizer),
             "sampling": self.sampling.as_dict(),
+            "calibration_sha256": self._calibration_sha256(),
             "extra": {
                 "prompt": self.template.name,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -188,6 +189,10 @@ class ModelGenerator:
                 "draws_differ_by": "sampling" if not self.sampling.greedy else "policy",
             },
         }
+
+    def _calibration_sha256(self) -> str | None:
+        reads = self.policy.traits.calibration and self.calibration is not None
+        return str(self.calibration.sha256) if reads else None
 
     def generate(self, jobs: Sequence[Job]) -> Iterator[Completion]:
         prompts = [self._encode(self.template.render(job.problem.question, self.tokenizer)) for job in jobs]

@@ -79,13 +79,17 @@ class Arms(_Part):
 
 
 class Cell(_Part):
-    """One comparison: a task, a model, and the budgets of the arms, matched on dev problems."""
+    """One comparison: a task, a model, and the budgets of the arms, matched on dev problems.
+
+    ``calibration_sha256``: statistics of the model, where a policy reads them.
+    """
 
     task: str
     model: str
     baseline: Some | None = None
     challenger: Some | None = None
     prompt_sha256: Hash
+    calibration_sha256: Hash | None = None
 
     @property
     def name(self) -> str:

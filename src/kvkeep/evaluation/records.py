@@ -163,6 +163,9 @@ class RunHeader(_Plain):
         Software by name; machine in words.
     command
         The command line.
+    calibration_sha256
+        Hash of the statistics that the policy read (:attr:`kvkeep.calibration.Statistics.sha256`);
+        ``None`` if it reads none.
     preregistration
         Content hash of the frozen pre-registration this run belongs to.
     extra
@@ -192,6 +195,7 @@ class RunHeader(_Plain):
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
     command: Iterable[str] = ()
+    calibration_sha256: str | None = None
     preregistration: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT

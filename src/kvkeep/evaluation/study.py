@@ -230,8 +230,11 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmNa
             f"{name}: no cell has model {header.model!r} with these weights, policy {header.policy!r} with "
             f"these options, budget {dict(header.budget)} and seeds {list(header.seeds)}"
         )
-    elif found[0].prompt_sha256 != header.prompt_sha256:
-        reasons.append(f"{name}: prompt_sha256 is {header.prompt_sha256!r}, not as registered")
+    else:
+        if found[0].prompt_sha256 != header.prompt_sha256:
+            reasons.append(f"{name}: prompt_sha256 is {header.prompt_sha256!r}, not as registered")
+        if header.calibration_sha256 not in (None, found[0].calibration_sha256):
+            reasons.append(f"{name}: calibration_sha256 is {header.calibration_sha256!r}, not as registered")
     return found, reasons
 
 
