@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedConfig
 
 import kvkeep
+from kvkeep.benchmarking.memory import retention_bytes
 from kvkeep.core.policy import Policy
+from kvkeep.core.view import Rope
+from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.testing.models import FAMILIES, tiny_model, tokens
 from kvkeep.testing.watching import feed
 
@@ -45,6 +49,44 @@ def test_bytes_are_those_of_budget_and_buffer(family: str, prompt: int) -> None:
         for tensor in (each.stored.keys, each.stored.values)
     ]
     assert sum(storages) == wanted  # not a view into something larger
+
+
+def tensors_of(thing: Any) -> list[torch.Tensor]:
+    """Every tensor in an object's attributes, lists and dicts; the model's rotary embedding left out."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if isinstance(thing, dict | list):
+        values = list(thing.values()) if isinstance(thing, dict) else thing
+        return [tensor for value in values for tensor in tensors_of(value)]
+    if isinstance(thing, Rope | RetentionCache) or not hasattr(thing, "__dict__"):
+        return []
+    return tensors_of(vars(thing))
+
+
+@pytest.mark.parametrize(
+    ("policy", "recorders"),
+    [
+        (kvkeep.VaSEDKV(budget=24, buffer=8), []),
+        (kvkeep.VaSEAttnV(budget=24, buffer=8), ["ring"]),
+        (kvkeep.H2O(budget=24, buffer=8), ["ring"]),
+        (kvkeep.ExpectedAttention(budget=24, buffer=8), ["sums"]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_metadata_is_everything_held_beside_keys_and_values(policy: Policy, recorders: list[str]) -> None:
+    """At small budgets the query ring is as large as the cache itself: leaving it out flatters a policy."""
+    model = tiny_model()
+    cache = kvkeep.RetentionCache(model, policy)
+    assert cache.trace.metadata_bytes == 0
+    feed(model, cache, tokens(2, 70), torch.ones(2, 70, dtype=torch.int64), [30, *[1] * 40])
+    held = 0
+    for layer in cache.managed_layers:
+        assert [name for name in ("ring", "sums") if getattr(layer, name) is not None] == recorders
+        entries = (layer.stored.keys, layer.stored.values)
+        held += sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(layer))
+        held -= sum(tensor.untyped_storage().nbytes() for tensor in entries)
+    assert cache.trace.metadata_bytes == held > 0
+    assert retention_bytes(cache) == (cache.trace.kv_bytes, held)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

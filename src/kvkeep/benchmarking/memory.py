@@ -69,15 +69,5 @@ def stock_bytes(cache: Any) -> int:
 
 def retention_bytes(cache: RetentionCache) -> tuple[int, int]:
     """Bytes of keys and values, and bytes of everything recorded beside them."""
-    kept, beside = 0, 0
-    for index, layer in enumerate(cache.layers):
-        if index not in cache.spec.managed:
-            kept += sum(t.nbytes for t in (layer.keys, layer.values) if isinstance(t, Tensor))
-            continue
-        if layer.store is not None:
-            kept += layer.store.nbytes
-            beside += layer.store.metadata_nbytes
-        for recorder in (layer.ring, layer.sums):
-            if recorder is not None:
-                beside += sum(t.nbytes for t in vars(recorder).values() if isinstance(t, Tensor))
-    return kept, beside
+    trace = cache.trace
+    return trace.kv_bytes + trace.native_bytes, trace.metadata_bytes

@@ -66,6 +66,17 @@ class RetentionLayer(CacheLayerMixin):
             raise CacheError(f"layer {self.index} of this cache holds nothing yet.")
         return self.store
 
+    @property
+    def metadata_nbytes(self) -> int:
+        """Bytes held beside keys and values: positions, accumulated attention, query ring, moment sums."""
+        recorders = [each for each in (self.ring, self.sums) if each is not None]
+        return (self.store.metadata_nbytes if self.store is not None else 0) + sum(
+            tensor.nbytes
+            for each in recorders
+            for tensor in vars(each).values()
+            if isinstance(tensor, Tensor)
+        )
+
     # -- what transformers asks -----------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -236,7 +236,7 @@ class RetentionCache(Cache):
             evictions=counter.evictions,
             kv_bytes=sum(store.nbytes for store in stores),
             peak_kv_bytes=max(counter.peak_bytes, sum(store.nbytes for store in stores)),
-            metadata_bytes=sum(store.metadata_nbytes for store in stores),
+            metadata_bytes=sum(layer.metadata_nbytes for layer in self.managed_layers),
             native_bytes=native,
             layers=self.spec.managed,
         )

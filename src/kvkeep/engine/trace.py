@@ -32,7 +32,8 @@ class Trace:
     kv_bytes, peak_kv_bytes
         Bytes allocated for keys and values now, and at most: managed layers only.
     metadata_bytes, native_bytes
-        Bytes beside keys and values; bytes of layers that keep their own cache.
+        Bytes beside keys and values (positions, accumulated attention, recorded queries, query moments);
+        bytes of layers that keep their own cache.
     layers
         Indices of the managed layers.
     """
