@@ -137,6 +137,34 @@ def test_a_kept_prompt_stays_whole_on_top_of_the_budget(prefill: str, chunk: int
     assert cache.trace.kv_bytes == 2 * 2 * (40 + 16 + 4) * (16 + 16) * 4 * 2
 
 
+def test_a_kept_prompt_is_the_first_one() -> None:
+    """Documented as such: what a user says in a second turn competes, and the memory does not grow by it."""
+    policy = kvkeep.RandomEviction(budget=kvkeep.Budget(entries=16, prompt="kept"), buffer=4)
+    model, ids = tiny_model(), tokens(1, 90)
+    cache = kvkeep.RetentionCache(model, policy)
+    feed(model, cache, ids, torch.ones_like(ids), [20, *[1] * 10, 30, *[1] * 30])
+    assert cache.rows.prompt_lens == [20]
+    for layer in kept(cache):
+        for head in layer[0]:
+            assert head[:20] == list(range(20))
+            assert len(head) < 20 + 16 + 4
+            assert not set(range(30, 60)) <= set(head)  # the second prompt was thinned
+
+
+@pytest.mark.parametrize(("tokens_read", "prompt"), [(40, 40), (41, 40), (42, 42)])
+def test_a_rest_of_one_token_counts_as_generated(tokens_read: int, prompt: int) -> None:
+    """The documented limit of plain generate: nothing that reaches a cache tells the two apart."""
+    policy = kvkeep.RandomEviction(budget=kvkeep.Budget(entries=16, prompt="kept"), buffer=4)
+    model, ids = tiny_model(), tokens(1, tokens_read)
+    options = {"max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": 10}
+    cache = kvkeep.RetentionCache(model, policy)
+    plain = model.generate(ids, **options, **{cache_argument(model): cache})
+    assert plain.shape[1] == tokens_read + 6
+    assert cache.rows.prompt_lens == [prompt]
+    _, ours = kvkeep.generate(model, policy, {"input_ids": ids}, **options)
+    assert ours.rows.prompt_lens == [tokens_read]
+
+
 def test_a_protected_prompt_that_does_not_fit_is_refused() -> None:
     """Silently dropping the end of the question, as the reference code does, ruins every answer."""
     policy = kvkeep.TriAttention(budget=24, buffer=8)

@@ -70,7 +70,8 @@ class Budget:
         :meth:`resolve`.
     prompt
         ``"counts"``: prompt entries compete for the budget like all others. ``"kept"``: the whole
-        prompt stays, on top of the budget.
+        prompt stays, on top of the budget. The prompt is what is read before the first generated token: in
+        a conversation on one cache the prompts of later turns compete like all other entries.
     keep_ratio, of
         Fraction in (0, 1] of a sequence of ``of`` tokens (the longest length expected, prompt and
         answer together).

@@ -65,6 +65,13 @@ class RetentionCache(Cache):
         With every reason, if model, policy and engine do not fit.
     ConfigError, BudgetError
         If an argument is of the wrong kind, or the policy's budget cannot be right.
+
+    Notes
+    -----
+    A forward of one token on a filled cache is taken for a generated token: a cache cannot tell it from
+    the last token of a prompt. Where ``model.generate(prefill_chunk_size=...)`` leaves a single token for
+    its last chunk, that token counts as generated: evictions may come before it, and a kept prompt ends
+    one token early. :func:`kvkeep.generate` chooses chunks without such a rest.
     """
 
     def __init__(
