@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints/dev.txt
 	$(BIN)/pip install --quiet --constraint constraints/dev.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## Answer a question about a long text in a quarter of the memory
+demo: $(READY)  ## Answer a question in a quarter of the memory; accuracies of a small reasoner
 	@$(BIN)/kvkeep demo
 
 test: setup  ## Run every check: format, lint, types, layers, generated pages, all tests

@@ -27,10 +27,16 @@ def demo(
     prefill_chunk: opt.PrefillChunk = None,
     seed: opt.Seed = 0,
     threads: opt.Threads = None,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy/--no-accuracy", help="End with accuracies of the built-in reasoner.")
+    ] = True,
     model_only: Annotated[bool, typer.Option(help="Only fetch and convert the model.")] = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Answer a question about a 2,000-token ship's log, with all of the cache and with a quarter of it."""
+    """Answer a question about a 2,000-token ship's log, with all of the cache and with a quarter of it.
+
+    At the end the built-in reasoner runs small programs under several policies: a minute, no download.
+    """
     from kvkeep.cli import loading, report
 
     if model_only:
@@ -85,3 +91,20 @@ def demo(
     report.show_runs(runs)
     if prefill == "after":
         report.aside("The peak is the prompt, read in one piece; it is evicted before the first new token.")
+    if accuracy:
+        show_accuracies(seed, threads)
+
+
+def show_accuracies(seed: int, threads: int | None) -> None:
+    """Run the built-in reasoner under several policies, if its weights are there."""
+    from kvkeep.cli import demo_table, loading, report
+    from kvkeep.testbed.shipped import shipped_model, shipped_models
+
+    if demo_table.NAME not in shipped_models():
+        report.note(
+            "No accuracies: the weights of the built-in reasoner are not part of this copy of kvkeep."
+        )
+        return
+    source = str(shipped_model(demo_table.NAME))
+    loaded = loading.load_model(source, dtype="float32", attention="sdpa", device="cpu", threads=threads)
+    demo_table.show(demo_table.measure(loaded.model, report.waiting, seed=seed))
