@@ -152,6 +152,28 @@ def test_a_task_that_gives_parts_of_a_point_is_judged_by_its_score() -> None:
     assert "| score % | 95 % interval | all right % |" in make_report([graded]).markdown()
 
 
+def test_several_samples_of_a_problem_are_counted_together(runs: list[Run]) -> None:
+    """A vote, and luck among several tries, are other numbers than the chance of one: each by its name."""
+    three = tuple(
+        sample(f"p/{i}", draw, draw < i % 4, extra={"extracted": "7" if draw < i % 4 else str(draw)})
+        for i in range(8)
+        for draw in range(3)
+    )
+    facts = {"problems": 8, "draws": 3, "ids_sha256": ids_sha256({s.id for s in three})}
+    run = Run(header=header(**facts), samples=three)
+    summary = summarise(run)
+    assert summary.majority is not None
+    assert summary.any_of is not None
+    # 0, 1, 2 or 3 of three are right; the one of 1 came first in a tie of three.
+    assert (summary.majority.metric, summary.majority.estimate) == ("maj@3", 0.75)
+    assert (summary.any_of.metric, summary.any_of.estimate) == ("pass@3", 0.75)
+    assert "| random 64 | 50.0 | 75.0 | 75.0 | 3 |" in make_report([run]).markdown()
+    assert summarise(runs[0]).majority is None
+    programs = Run(header=header(**facts, grader="code"), samples=three)
+    assert summarise(programs).majority is None
+    assert summarise(Run(header=run.header, samples=three[:-1])).majority is None
+
+
 def test_outcomes_tell_format_from_reasoning() -> None:
     """A policy that makes models ramble must not look like one that makes them reason badly."""
     cases = {

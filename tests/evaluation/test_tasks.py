@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import json
 import pickle
@@ -15,6 +16,7 @@ import pytest
 
 from kvkeep.core.errors import ConfigError, DataFileError, UnknownNameError
 from kvkeep.evaluation.prompts import prompt_template
+from kvkeep.evaluation.tasks.data_files import DataFile, read_rows
 from kvkeep.evaluation.tasks.gpqa_diamond import shuffled
 from kvkeep.evaluation.tasks.livecodebench import LiveCodeBench, read_tests
 from kvkeep.evaluation.tasks.registry import available_tasks, make_task, task_class
@@ -51,6 +53,23 @@ def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
     (tmp_path / "test.jsonl").write_bytes(content[:-cut])
     with pytest.raises(DataFileError, match="truncated or was changed"):
         make_task("math500", data=tmp_path / "test.jsonl").all_problems()
+
+
+def test_the_very_file_is_asked_for(tmp_path: Path) -> None:
+    """Rows and hash are checked wherever a file comes from: without its last newline, cut, changed."""
+    content = b'{"a": 1}\n\n{"a": 2}\n{"a": 3}'
+    digest = hashlib.sha256(content).hexdigest()
+    file = DataFile(path="x/test.jsonl", editions={digest: 3}, origin="nowhere")
+    path = tmp_path / "test.jsonl"
+    path.write_bytes(content)
+    assert read_rows(file, path) == ([{"a": 1}, {"a": 2}, {"a": 3}], digest)
+    for wrong in (content + b"\n", content[:-9], content[:-1], content.replace(b"3", b"4")):
+        path.write_bytes(wrong)
+        with pytest.raises(DataFileError, match="truncated or was changed"):
+            read_rows(file, path)
+    path.write_bytes(content)
+    with pytest.raises(DataFileError, match="has 3 rows, expected 4"):
+        read_rows(DataFile(path="x/test.jsonl", editions={digest: 4}, origin="nowhere"), path)
 
 
 @needs_data

@@ -287,6 +287,8 @@ def show_summary(summary: Summary, out: Path) -> None:
         + ("" if speed is None else f", {speed:.0f} tokens/s"),
         f"  log: {out}",
     ]
+    if summary.majority is not None and summary.any_of is not None:
+        lines.insert(2, f"  {summary.majority}; {summary.any_of}")
     if summary.budget is not None and not summary.evictions:
         lines.insert(1, "  0 evicted: the policy never came into play.")
     for name, share in summary.parts.items():

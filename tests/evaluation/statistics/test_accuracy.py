@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from kvkeep.core.errors import ConfigError, UnknownNameError
-from kvkeep.evaluation.statistics.accuracy import accuracy, pass_at
+from kvkeep.evaluation.records import SampleRecord
+from kvkeep.evaluation.statistics.accuracy import accuracy, majority_at, pass_at
 from kvkeep.evaluation.statistics.problem_means import problem_means
 from tests.evaluation.runs import sample
 from tests.evaluation.statistics.studies import as_problems, draw_arms
@@ -70,6 +73,41 @@ def test_pass_at_k_by_hand() -> None:
     assert pass_at(problems, 2).metric == "pass@2"
     with pytest.raises(ConfigError, match="1 <= k <= 2"):
         pass_at(problems, 3)
+
+
+def answers(id: str, *given: str | None, gold: str) -> list[SampleRecord]:
+    facts = [{"extra": {"extracted": each}} for each in given]
+    return [
+        sample(
+            id, draw, each == gold, **fact, answer_class="not_extracted" if each is None else
+            "correct" if each == gold else "wrong",
+        )
+        for draw, (each, fact) in enumerate(zip(given, facts, strict=True))
+    ]  # fmt: skip
+
+
+def test_majority_at_k_by_hand() -> None:
+    """A vote hides a policy's errors: it must be named, and counted as it says."""
+    two_of_three = answers("a", "4", "5", "4", gold="4")
+    wrong_wins = answers("b", "5", "7", "5", gold="7")
+    tie_goes_to_the_first = answers("c", "1", "2", None, gold="1")
+    silent = answers("d", None, None, None, gold="1")
+    samples = [*two_of_three, *wrong_wins, *tie_goes_to_the_first, *silent]
+    result = majority_at(samples[::-1], 3)
+    assert (result.metric, result.estimate, result.n) == ("maj@3", 0.5, 4)
+    assert majority_at(samples, 1).estimate == accuracy(problem_means(samples[::3])).estimate == 0.5
+    with pytest.raises(ConfigError, match="1 <= k <= 3"):
+        majority_at(samples, 4)
+
+
+def test_answers_that_mean_the_same_vote_together() -> None:
+    """Three ways of writing one half are no disagreement."""
+    halves = answers("a", "3", "0.5", "\\frac{1}{2}", "1/2", "3", gold="1/2")
+    right = [dataclasses.replace(s, correct=True, answer_class="correct") for s in halves[1:4]]
+    other = answers("b", "\\text{East}", "west", "east", "x", "y", gold="east")
+    right_words = [dataclasses.replace(other[0], correct=True, answer_class="correct"), *other[1:]]
+    samples = [halves[0], *right, halves[4], *right_words]
+    assert majority_at(samples, 5).estimate == 1.0
 
 
 def test_avg_at_k_keeps_its_expectation() -> None:

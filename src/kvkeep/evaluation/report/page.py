@@ -44,6 +44,7 @@ class Section:
         found = {
             "Results": tables.result_table(self.summaries),
             "Parts": tables.part_table(self.summaries),
+            "Several samples together": tables.draw_table(self.summaries),
             "Failures": tables.failure_table(self.summaries),
             "Cost": tables.cost_table(self.summaries),
         }

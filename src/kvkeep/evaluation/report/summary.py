@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from kvkeep.evaluation.records import AnswerClass, FailureClass, Run, SampleRecord
-from kvkeep.evaluation.statistics.accuracy import Accuracy, accuracy
+from kvkeep.evaluation.statistics.accuracy import Accuracy, accuracy, majority_at, pass_at
 from kvkeep.evaluation.statistics.problem_means import problem_means
 
 # Classes of the table in words: an answer that was not found is no failure of reasoning.
@@ -44,6 +44,9 @@ class Summary:
         What the task is judged by: ``"accuracy"``, or ``"score"`` if it gives parts of a point.
     accuracy
         The metric as avg@k, with its interval; ``None`` with fewer than two problems.
+    majority, any_of
+        maj@k and pass@k over all draws; ``None`` with fewer than three, for an incomplete run, for programs
+        (no two are the same answer), and where a sample gives parts of a point.
     correct, score
         Share of samples that are right in every part; mean credit.
     accuracy_extracted
@@ -76,6 +79,8 @@ class Summary:
     draws: int
     metric: str
     accuracy: Accuracy | None
+    majority: Accuracy | None
+    any_of: Accuracy | None
     correct: float
     score: float
     accuracy_extracted: float | None
@@ -117,6 +122,9 @@ def summarise(run: Run) -> Summary:
         if "batch_peak_kv_bytes" in sample.extra
     ]
     budget = header.budget.get("entries")
+    complete = len(samples) == header.problems * header.draws
+    votes = complete and header.draws > 2 and header.grader != "code" and metric == "accuracy"
+    votes = votes and len(set(means.groups)) > 1
     return Summary(
         run=header.run,
         label=label(header.policy, budget, header.budget.get("prompt")),
@@ -124,12 +132,14 @@ def summarise(run: Run) -> Summary:
         model=header.model,
         policy=header.policy,
         budget=budget,
-        complete=len(samples) == header.problems * header.draws,
+        complete=complete,
         problems=len(means),
         samples=len(samples),
         draws=header.draws,
         metric=metric,
         accuracy=accuracy(means) if len(set(means.groups)) > 1 else None,
+        majority=majority_at(samples, header.draws) if votes else None,
+        any_of=pass_at(means, header.draws) if votes else None,
         correct=float(problem_means(samples).means.mean()),
         score=float(problem_means(samples, "score").means.mean()),
         accuracy_extracted=_share([sample.correct for sample in found]),

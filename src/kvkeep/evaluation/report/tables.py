@@ -128,6 +128,31 @@ def failure_table(summaries: Sequence[Summary]) -> Table:
 _TEXTS = {"truncated": "cut off text", "phrase_loop": "phrase loop", "garbage": "garbage"}
 
 
+def draw_table(summaries: Sequence[Summary]) -> Table | None:
+    """What several samples of a problem are worth together, one run a row."""
+    counted = [each for each in summaries if each.majority is not None and each.any_of is not None]
+    if not counted:
+        return None
+    return Table(
+        columns=("policy and budget", "one sample %", "vote of all %", "any of them %", "draws"),
+        rows=tuple(
+            (
+                each.label,
+                *(
+                    f"{100 * found.estimate:.1f}" if found is not None else "–"
+                    for found in (each.accuracy, each.majority, each.any_of)
+                ),
+                str(each.draws),
+            )
+            for each in counted
+        ),
+        note=(
+            "avg@k, maj@k and pass@k. In a vote, samples without an answer do not count, and of equally "
+            "frequent answers the first one wins."
+        ),
+    )
+
+
 def part_table(summaries: Sequence[Summary]) -> Table | None:
     """Share of correct parts by name, for tasks that grade by parts."""
     names = sorted({name for each in summaries for name in each.parts})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.evaluation.extras import need
-from kvkeep.evaluation.statistics.problem_means import ProblemMeans, cluster_sums
+from kvkeep.evaluation.grading.exact import as_number, as_words, normalise
+from kvkeep.evaluation.records import SampleRecord
+from kvkeep.evaluation.statistics.problem_means import ProblemMeans, cluster_sums, problem_means
 
 # Below this many problems, or this close to 0 or 1, a symmetric interval is not to be trusted alone.
 FEW_PROBLEMS = 60
@@ -23,7 +26,7 @@ class Accuracy:
     Parameters
     ----------
     metric
-        ``"avg@3"`` or ``"pass@3"``.
+        ``"avg@3"``, ``"pass@3"`` or ``"maj@3"``.
     n, clusters, draws
         Problems; clusters (fewer if problems belong together); samples in all.
     estimate, standard_error
@@ -101,6 +104,48 @@ def pass_at(problems: ProblemMeans, k: int, *, level: float = 0.95) -> Accuracy:
     correct = np.rint(problems.means * problems.draws)
     values = 1 - comb(problems.draws - correct, k) / comb(problems.draws, k)
     return _mean(f"pass@{k}", problems, values, level)
+
+
+def majority_at(samples: Sequence[SampleRecord], k: int, *, level: float = 0.95) -> Accuracy:
+    """maj@k: the share of problems whose most frequent answer among the first ``k`` samples is correct.
+
+    Samples without an answer do not vote; of answers that are as frequent, the one that came first counts.
+    Answers are the same if they are the same number, the same words, or the same text.
+
+    Source
+    ------
+    Wang et al., "Self-consistency improves chain of thought reasoning", arXiv 2203.11171.
+
+    Raises
+    ------
+    ConfigError
+        If a problem has fewer than ``k`` draws.
+    """
+    problems = problem_means(samples)
+    if not 1 <= k <= int(problems.draws.min()):
+        fewest = int(problems.draws.min())
+        raise ConfigError(f"maj@{k} needs 1 <= k <= {fewest}, the fewest draws of a problem.")
+    votes: dict[str, list[SampleRecord]] = {name: [] for name in problems.ids}
+    for sample in sorted(samples, key=lambda each: each.key):
+        votes[sample.id].append(sample)
+    values = np.array([float(_vote(votes[name][:k])) for name in problems.ids])
+    return _mean(f"maj@{k}", problems, values, level)
+
+
+def _vote(samples: Sequence[SampleRecord]) -> bool:
+    """Whether the answer that most of the samples give is correct."""
+    groups: dict[object, list[bool]] = {}
+    for sample in samples:
+        answer = sample.extra.get("extracted")
+        if answer is not None:
+            groups.setdefault(_meaning(str(answer)), []).append(sample.correct)
+    # max returns the first of equals, and a dictionary keeps the order of arrival.
+    return max(groups.values(), key=len)[0] if groups else False
+
+
+def _meaning(answer: str) -> object:
+    number, words = as_number(answer), as_words(answer)
+    return number if number is not None else words if words is not None else normalise(answer)
 
 
 def _mean(metric: str, problems: ProblemMeans, values: np.ndarray, level: float) -> Accuracy:
