@@ -219,6 +219,8 @@ def test_programs_are_graded_by_their_tests(tmp_path: Path, monkeypatch: pytest.
     path.write_text(json.dumps(code_row("[]")) + "\n")
     task = LiveCodeBench(path)
     (problem,) = task.all_problems()
+    assert "Question: Add two numbers.\n\nRead the inputs from stdin" in problem.question
+    assert problem.question.endswith("STDOUT.\n```python\n# YOUR CODE HERE\n```\n\n")
     right = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     assert task.grade(problem, right).answer_class == "correct"
     assert task.grade(problem, right.replace("+", "-")).extra["outcome"] == "wrong"

@@ -31,7 +31,10 @@ Part = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option(help="At most so many problems, a fair sample.")]
 Draws = Annotated[int, typer.Option(help="Samples per problem.")]
-BatchSize = Annotated[int, typer.Option(help="Samples written together; results do not depend on it.")]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(help="Samples written together; results do not depend on it [the task's own]."),
+]
 Preset = Annotated[
     str | None,
     typer.Option(

@@ -45,7 +45,7 @@ def evaluate(
     limit: flags.Limit = None,
     draws: flags.Draws = 1,
     seed: Annotated[int, typer.Option(help="Of the first draw; the next ones count up.")] = 0,
-    batch_size: flags.BatchSize = 16,
+    batch_size: flags.BatchSize = None,
     preset: flags.Preset = None,
     temperature: flags.Temperature = None,
     top_p: flags.TopP = None,
@@ -98,7 +98,7 @@ def evaluate(
         limit=limit,
         draws=draws,
         seed=seed,
-        batch_size=batch_size,
+        batch_size=kind_of(task).batch_size if batch_size is None else batch_size,
     )
     study = None if prereg is None else frozen(prereg)
     with writing(setup, ray=ray, workers=workers) as (generator, batches), progress() as show:

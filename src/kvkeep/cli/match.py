@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from kvkeep.cli import options as opt
-from kvkeep.cli.eval_setup import Setup
+from kvkeep.cli.eval_setup import BatchSize, Setup
 from kvkeep.core.errors import ConfigError, DataFileError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def match(
     tolerance: Annotated[
         float, typer.Option(help="Largest relative difference that counts as equal.")
     ] = 0.02,
-    batch_size: Annotated[int, typer.Option(help="Samples written together.")] = 16,
+    batch_size: BatchSize = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Find the budget whose measured cache equals that of a run: same task, model, problems and draws.
@@ -107,11 +107,12 @@ def request_of(target: Run, policy: Policy, calibration: Path | None) -> Setup:
     return Setup(**request, overrides=overrides, policy=policy, calibration=calibration)
 
 
-def measuring(setup: Setup, target: Run, out: Path, batch_size: int) -> Callable[[int], Run]:
+def measuring(setup: Setup, target: Run, out: Path, batch_size: int | None) -> Callable[[int], Run]:
     """Run the policy at a budget on the problems of the reference; the model is loaded once."""
     from kvkeep.cli import eval_setup, report
     from kvkeep.cli.evaluate import progress
     from kvkeep.evaluation.runner import Plan, evaluate
+    from kvkeep.evaluation.tasks.registry import task_class
 
     header = target.header
     plan = Plan(
@@ -119,7 +120,7 @@ def measuring(setup: Setup, target: Run, out: Path, batch_size: int) -> Callable
         limit=header.problems,
         draws=header.draws,
         seed=next(iter(header.seeds)),
-        batch_size=batch_size,
+        batch_size=task_class(header.task).batch_size if batch_size is None else batch_size,
     )
     with report.waiting(f"loading {setup.model_name}"):
         generator = eval_setup.make_generator(setup)

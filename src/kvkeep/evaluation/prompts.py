@@ -66,7 +66,12 @@ BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{
 
 _ALL = (
     PromptTemplate(name="plain", text="{question}", chat=False, source="the question and nothing else"),
-    PromptTemplate(name="chat", text="{question}", chat=True, source="the question in the chat template"),
+    PromptTemplate(
+        name="chat",
+        text="{question}",
+        chat=True,
+        source="the question in the chat template; VaSE, GPQA and LiveCodeBench",
+    ),
     PromptTemplate(
         name="vase",
         text="{question}" + BOXED,

@@ -88,6 +88,7 @@ class Task(ABC):
     sampling: ClassVar[str] = "vase"  # name of the default sampling preset
     default_model: ClassVar[str] = "demo"
     prompt_mode: ClassVar[PromptMode] = "counts"  # whether prompt entries count towards a budget
+    batch_size: ClassVar[int] = 16  # samples that are written together by default
     max_new: int | None = None  # length limit where the preset states none for this task
     grader: ClassVar[str] = "exact"
     metric: ClassVar[Literal["accuracy", "score"]] = "accuracy"  # what results are judged by

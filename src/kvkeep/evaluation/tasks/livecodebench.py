@@ -21,12 +21,21 @@ from kvkeep.evaluation.tasks.base import Grade, Problem, Task, check_unique
 from kvkeep.evaluation.tasks.data_files import hub_rows, local_or_hub
 
 _MEDIUM = 383
-_INSTRUCTION = (
-    "Solve the problem in Python. {how} Think first, then end with the whole program in one block:\n"
-    "```python\n{start}\n```"
+# The benchmark's own words, which VaSE uses too; they change accuracies.
+_PROMPT = (
+    "You will be given a question (problem specification) and will generate a correct Python program "
+    "that matches the specification and passes all tests.\n\n"
+    "Question: {content}\n\n{how}\n```python\n{start}\n```\n\n"
 )
-_STDIN = "The program reads standard input and writes standard output."
-_FUNCTION = "Complete this code; do not read standard input."
+_STDIN = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on "
+    "the sample inputs). Enclose your code within delimiters as follows. Ensure that when the python "
+    "program runs, it reads the inputs, runs the algorithm and writes output to STDOUT."
+)
+_FUNCTION = (
+    "You will use the following starter code to write the solution to the problem and enclose your code "
+    "within delimiters."
+)
 
 
 class LiveCodeBench(Task):
@@ -39,7 +48,7 @@ class LiveCodeBench(Task):
     """
 
     name: ClassVar[str] = "livecodebench"
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
     template: ClassVar[str] = "chat"
     grader: ClassVar[str] = "code"
     grading_threads: ClassVar[int] = max(1, (os.cpu_count() or 2) // 2)
@@ -95,10 +104,13 @@ class LiveCodeBench(Task):
 def problem(row: dict[str, Any]) -> Problem:
     """The question of a row, with its starting code if it has some."""
     start = row.get("starter_code") or ""
-    instruction = _INSTRUCTION.format(how=_FUNCTION if start else _STDIN, start=start or "# your program")
     return Problem(
         id=f"livecodebench/{row['question_id']}",
-        question=f"{row['question_content'].strip()}\n\n{instruction}",
+        question=_PROMPT.format(
+            content=row["question_content"].strip(),
+            how=_FUNCTION if start else _STDIN,
+            start=start or "# YOUR CODE HERE",
+        ),
         reference="",
         meta={"platform": row.get("platform"), "date": str(row.get("contest_date"))},
     )
