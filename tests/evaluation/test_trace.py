@@ -159,6 +159,39 @@ def test_memory_is_matched_in_the_mode_of_the_run(shipped: Path, tmp_path: Path)
     assert abs(found["budget"] - 40) <= 6
 
 
+def test_a_study_from_first_look_to_decision(shipped: Path, tmp_path: Path) -> None:
+    """The whole way on the built-in task, as it is typed: dev runs, plan, seal, held-out runs, decision."""
+    common = ("--task", "trace(size=S, steps=4, count=6)", "--max-new-tokens", 40, "--draws", 2)
+    arms = {"random": 24, "streaming-llm": 24}
+
+    def evaluate(name: str, place: str, *more: object) -> Result:
+        arm = ("--policy", name, "--budget", arms[name], "--buffer", 8, "--out", tmp_path / place)
+        return call("eval", *common, *arm, *more, "--json")
+
+    dev = [tmp_path / f"dev-{name}" for name in arms]
+    for name, place in zip(arms, dev, strict=True):
+        facts(evaluate(name, place.name))
+    plan = tmp_path / "plan.yaml"
+    words = ("--question", "Does it?", "--hypothesis", "It does.", "--limit", 5)
+    assert call("study", "draft", *dev, "--out", plan, *words).exit_code == 0
+    sealed = ("--split", "confirm", "--limit", 5, "--prereg", plan)
+    early = evaluate("random", "early", *sealed)
+    assert (early.exit_code, "not frozen" in early.stderr) == (1, True)
+    assert call("study", "freeze", plan).exit_code == 0
+    for name in arms:
+        facts(evaluate(name, f"confirm-{name}", *sealed))
+    strange = evaluate("random", "strange", "--split", "confirm", "--limit", 4, "--prereg", plan)
+    assert (strange.exit_code, "registered as" in strange.stderr) == (1, True)
+    assert not (tmp_path / "strange").exists()
+    confirmed = [tmp_path / f"confirm-{name}" for name in arms]
+    refused = call("compare", *confirmed)
+    assert "frozen pre-registration" in refused.stderr
+    found = facts(call("compare", *confirmed, "--confirm", "--prereg", plan, "--json"))
+    (comparison,) = found["comparisons"].values()
+    assert (comparison["difference"]["metric"], comparison["difference"]["n"]) == ("score", 5)
+    assert found["decision"]["branch"] in "ABC"
+
+
 def test_weights_that_are_not_there_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a copy without weights the hub would be asked for a model of that name, and answer nonsense."""
     monkeypatch.setattr("kvkeep.testbed.shipped.MODELS", tmp_path / "models")
