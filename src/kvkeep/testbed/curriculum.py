@@ -1,6 +1,7 @@
 """What the tiny reasoner is trained on: batches of programs that grow once short ones are mastered."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,23 +15,18 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Stage:
-    """Sizes of the programs of one stage: least and most registers, least and most steps.
-
-    Without roles nearly all registers are hot: no guess is better than another, so that only a look-up helps.
-    """
+    """Sizes of the programs of one stage: least and most registers, least and most steps."""
 
     registers: tuple[int, int]
     steps: tuple[int, int]
-    roles: bool = True
 
     def dials(self, rng: random.Random) -> Dials:
         """Draw the dials of one batch."""
         registers = rng.randint(*self.registers)
-        dormant = rng.randint(0, registers // 2) if self.roles else 0
-        hot = rng.randint(1, min(5, registers - dormant - 1)) if self.roles else registers - 1
+        dormant = rng.randint(0, registers // 2)
         return Dials(
             registers=registers,
-            hot=hot,
+            hot=rng.randint(1, min(5, registers - dormant - 1)),
             dormant=dormant,
             steps=rng.randint(*self.steps),
             verbose=rng.choice((0.0, 0.5, 1.0)),
@@ -39,18 +35,17 @@ class Stage:
 
 
 STAGES = (
-    Stage((4, 8), (3, 8), roles=False),
+    Stage((3, 4), (2, 4)),
+    Stage((3, 6), (3, 9)),
     Stage((4, 9), (6, 16)),
     Stage((6, 12), (10, 30)),
 )
 
 
-def make_batch(stage: Stage, tokens: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and targets of a step, ``[batch, length]``; from the arguments alone.
+def make_rows(stage: Stage, tokens: int, seed: int, step: int) -> list[Problem]:
+    """Return the problems of a step, from the arguments alone: at least so many tokens.
 
-    All problems of a batch share their dials, so that little is spent on padding. Padding stands on the
-    right, where a
-    causal model never looks back at it; only chain tokens are targets.
+    All share their dials, so that little is spent on padding.
     """
     rng = random.Random(f"train/{seed}/{step}")
     dials = stage.dials(rng)
@@ -61,6 +56,14 @@ def make_batch(stage: Stage, tokens: int, seed: int, step: int) -> tuple[Tensor,
         if problem.split == "train":
             rows.append(problem)
             drawn += len(problem.prompt) + len(problem.chain)
+    return rows
+
+
+def make_batch(rows: Sequence[Problem]) -> tuple[Tensor, Tensor]:
+    """Return token ids and targets of problems, ``[batch, length]``.
+
+    Padding stands on the right, where a causal model never looks back at it; only chain tokens are targets.
+    """
     length = max(len(row.prompt) + len(row.chain) for row in rows)
     ids = torch.full((len(rows), length), IDS["PAD"])
     targets = torch.full((len(rows), length), IGNORED)

@@ -1,8 +1,8 @@
 """Train the tiny reasoner on a CPU: ``python -m kvkeep.testbed.train --out DIR [--resume]``.
 
-The loss counts chain tokens only. Programs are short until their digits come out right, then grow. Data are
-a function
-of seed and step, so that a resumed run takes the same steps as one that was never stopped.
+The loss counts chain tokens only, and in the first steps also where four heads look. Programs are short until
+their digits come out right, then grow. Data are a function of seed and step, so that a resumed run takes the
+same steps as one that was never stopped.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.testbed.curriculum import IGNORED, STAGES, Stage, make_batch
+from kvkeep.testbed.curriculum import IGNORED, STAGES, Stage, make_batch, make_rows
+from kvkeep.testbed.guidance import guidance_loss, wanted
 from kvkeep.testbed.model import Shape, make_model
 from kvkeep.testbed.muon import Muon
 from kvkeep.testbed.tokenizer import WORDS, make_tokenizer
@@ -45,6 +46,8 @@ class Config:
         First steps, over which the rates rise.
     mastered
         The next stage begins when the running share of right digits reaches this.
+    guided, guidance
+        First steps in which heads are shown where to look, and the weight of that loss.
     stages
         The curriculum.
     """
@@ -58,6 +61,8 @@ class Config:
     rate: float = 5e-3
     warmup: int = 50
     mastered: float = 0.97
+    guided: int = 1500
+    guidance: float = 0.3
     stages: tuple[Stage, ...] = STAGES
 
 
@@ -97,16 +102,22 @@ class Trainer:
     def train_step(self) -> float:
         """Take one step and return its loss."""
         started, now, config = time.perf_counter(), self.progress, self.config
-        ids, targets = make_batch(
-            config.stages[int(now["stage"])], config.tokens, config.seed, int(now["step"])
-        )
+        guided = now["step"] < config.guided
+        rows = make_rows(config.stages[int(now["stage"])], config.tokens, config.seed, int(now["step"]))
+        ids, targets = make_batch(rows)
         scale = rate_scale(config, int(now["step"]))
         for optimizer, rate in zip(self.optimizers, (config.matrix_rate, config.rate), strict=True):
             optimizer.param_groups[0]["lr"] = rate * scale
-        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        self.model.set_attn_implementation("eager" if guided else "sdpa")
+        output = self.model(input_ids=ids[:, :-1], use_cache=False, output_attentions=guided)
+        logits = output.logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=IGNORED)
+        shown = loss
+        if guided:
+            masks = wanted(rows, ids.shape[1])
+            shown = loss + config.guidance * guidance_loss(output.attentions, masks)
         self.model.zero_grad()
-        loss.backward()
+        shown.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -186,11 +197,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=Config.seed)
     parser.add_argument("--steps", type=int, default=Config.steps)
     parser.add_argument("--decay", type=int, default=Config.decay)
+    parser.add_argument("--guided", type=int, default=Config.guided)
     for name in ("layers", "width", "heads", "kv_heads", "head_dim", "feed_forward"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Shape, name))
     given = vars(parser.parse_args())
     folder, resume = given.pop("out"), given.pop("resume")
-    run = {name: given.pop(name) for name in ("seed", "steps", "decay")}
+    run = {name: given.pop(name) for name in ("seed", "steps", "decay", "guided")}
 
     def report(line: str) -> None:
         sys.stdout.write(line + "\n")
