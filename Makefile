@@ -1,11 +1,12 @@
 # Every target sets up what it needs; `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types layers docs clean
+.PHONY: help setup demo test test-oldest check format lint types layers docs clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDEST := .oldest
 
 # Two cores that are shared: spinning threads would wait for each other most of the time.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -13,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The model is asked for each time: it lies in a cache folder outside this one, and may have been removed.
 setup: $(READY)  ## Make .venv with pinned versions, and fetch the small model of demo and tests
@@ -30,12 +31,23 @@ $(READY): pyproject.toml constraints/dev.txt
 demo: $(READY)  ## Answer a question in a quarter of the memory; accuracies of a small reasoner
 	@$(BIN)/kvkeep demo
 
+$(OLDEST)/.ready: $(READY) constraints/oldest.txt
+	rm -rf $(OLDEST)
+	$(BIN)/pip install --quiet --target $(OLDEST) --requirement constraints/oldest.txt
+	@touch $@
+
 test: setup  ## Run every check: format, lint, types, layers, generated pages, all tests
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	@$(MAKE) --no-print-directory test-oldest
+
+# What touches transformers runs again on the other end of the supported range, which shadows the pinned one.
+test-oldest: $(OLDEST)/.ready  ## Engine and laws under the oldest transformers supported
+	PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "5.16.0"'
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 tests/engine tests/laws
 
 check: test  ## The same as test
 
@@ -56,4 +68,4 @@ docs: $(READY)  ## Write the generated pages
 	$(BIN)/python scripts/build_docs.py
 
 clean:  ## Remove the virtual environment and all caches (the converted model stays)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
