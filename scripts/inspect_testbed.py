@@ -21,7 +21,8 @@ from kvkeep.testbed.inspection import (
     value_ranges,
     writes_found,
 )
-from kvkeep.testbed.model import SHIPPED, load, shipped_models
+from kvkeep.testbed.model import load
+from kvkeep.testbed.shipped import shipped_model, shipped_models
 from kvkeep.testbed.solve import solve
 from kvkeep.testbed.trace_task import SIZES, Problem, problems, size
 
@@ -73,7 +74,7 @@ def range_tables(model: PreTrainedModel, count: int) -> list[str]:
 def describe(name: str, count: int) -> list[str]:
     """Return the section of one model."""
     model = load(name)
-    facts = json.loads((SHIPPED / name / "training.json").read_text())
+    facts = json.loads((shipped_model(name) / "training.json").read_text())
     progress, config = facts["progress"], facts["config"]
     seen, hidden = leak_test(model, fresh("M", min(count, 50)))
     return [

@@ -195,7 +195,7 @@ def by_role(run: Run) -> dict[str, float]:
     """Share of right answers by the role of the register that they read."""
     sums: dict[str, list[int]] = {}
     for sample in run.samples:
-        for role, (right, asked) in sample.extra.get("parts", {}).items():
+        for role, (right, asked) in sample.extra["grade"].get("parts", {}).items():
             total = sums.setdefault(role, [0, 0])
             total[0], total[1] = total[0] + right, total[1] + asked
     return {role: right / asked for role, (right, asked) in sums.items()}
