@@ -30,19 +30,27 @@ def grader() -> Iterator[MathsGrader]:
     each.close()
 
 
+@pytest.fixture
+def patient() -> Iterator[MathsGrader]:
+    """Verdicts are in question, not times: a busy machine must not turn one into a time-out."""
+    each = MathsGrader(seconds=60)
+    yield each
+    each.close()
+
+
 def golds() -> list[str]:
     lines = (DATA / "math500" / "test.jsonl").read_text().splitlines()
     return [json.loads(line)["answer"] for line in lines]
 
 
 @needs_data
-def test_every_gold_is_right_and_no_other_gold_is(grader: MathsGrader) -> None:
+def test_every_gold_is_right_and_no_other_gold_is(patient: MathsGrader) -> None:
     """A public harness could never score above 79 % because 103 golds did not match themselves."""
     answers = golds()
-    assert [a for a in answers if grader.compare(a, a)[0] != "correct"] == []
+    assert [a for a in answers if patient.compare(a, a)[0] != "correct"] == []
     other = random.Random(0).sample(answers, len(answers))
     pairs = list(zip(answers, other, strict=True))[::8]
-    alike = {(a, b) for a, b in pairs if grader.compare(a, b)[0] != "wrong"}
+    alike = {(a, b) for a, b in pairs if patient.compare(a, b)[0] != "wrong"}
     assert all(a == b for a, b in alike)
     assert len(alike) < 6
 
