@@ -20,8 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from kvkeep.cli.app import app
+from kvkeep.core.errors import KvkeepError
 from kvkeep.evaluation.comparison import Comparison, compare
 from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.report.summary import parts
 from kvkeep.evaluation.runlog import read_log
 from kvkeep.evaluation.statistics.accuracy import accuracy
 from kvkeep.evaluation.statistics.correction import corrected
@@ -148,7 +150,7 @@ def matched(runs: Path, arm: str, share: int, calibration: Path, common: list[st
     if abs(run.mean_cache / reference.mean_cache - 1) <= 0.02:
         return run
     tries = home / f"match-{slug(arm)}"
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(KvkeepError):  # no budget comes that close: the page says how far off
         kvkeep("match", str(home / REFERENCE), *flags, "--out", str(tries))
     return best(run, reference, tries)
 
@@ -192,21 +194,11 @@ def load(runs: Path, share: int) -> dict[str, Run]:
     return found
 
 
-def by_role(run: Run) -> dict[str, float]:
-    """Share of right answers by the role of the register that they read."""
-    sums: dict[str, list[int]] = {}
-    for sample in run.samples:
-        for role, (right, asked) in sample.extra["grade"].get("parts", {}).items():
-            total = sums.setdefault(role, [0, 0])
-            total[0], total[1] = total[0] + right, total[1] + asked
-    return {role: right / asked for role, (right, asked) in sums.items()}
-
-
 def row(arm: str, run: Run, reference: Run) -> str:
     """One line of a table."""
     score = accuracy(problem_means(run.samples, "score"))
     low, high = score.interval
-    roles = by_role(run)
+    roles = parts(run.samples)
     shares = " | ".join(f"{100 * roles.get(role, float('nan')):.1f}" for role in ("hot", "warm", "dormant"))
     loops = np.mean([sample.failure_class == "phrase_loop" for sample in run.samples])
     cut = np.mean([sample.failure_class == "truncated" for sample in run.samples])

@@ -83,24 +83,23 @@ def row(name: str, grades: Sequence[Grade], mean_cache: float) -> Row:
 
 def show(rows: Sequence[Row], count: int = PROBLEMS) -> None:
     """The table, and how to read it."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
     from kvkeep.cli import report
+    from kvkeep.cli.tables import show_table
 
-    table = Table(box=SIMPLE, show_edge=False, padding=0)
-    for name in ("policy", "right answers", *ROLES, "mean cache"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for each in rows:
-        table.add_row(
-            each.policy,
-            f"{100 * each.right:.0f} % ± {100 * each.error:.0f}",
-            *(f"{100 * each.by_role[role]:.0f} %" if role in each.by_role else "–" for role in ROLES),
-            f"{each.mean_cache:.0f}",
-        )
     report.heading(f"{NAME}, the built-in reasoner, runs {count} programs step by step")
-    Console().print(table)
+    show_table(
+        ("policy", "right answers", *ROLES, "mean cache"),
+        [
+            (
+                each.policy,
+                f"{100 * each.right:.0f} % ± {100 * each.error:.0f}",
+                *(f"{100 * each.by_role[role]:.0f} %" if role in each.by_role else "–" for role in ROLES),
+                f"{each.mean_cache:.0f}",
+            )
+            for each in rows
+        ],
+        texts={"policy": 12},
+    )
     report.aside(
         f"All but full keep the program and {ENTRIES} entries of the chain of thought. Hot registers are "
         "read all the time, dormant ones once, long after they were written. ± is one standard error. "

@@ -43,8 +43,7 @@ def show_table(
         title=title and Text(title), title_justify="left", box=SIMPLE, show_edge=False, padding=0, min_width=1
     )
     for name, width in zip(names, widths, strict=True):
-        side = "left" if name in texts else "right"
-        table.add_column(name, justify=side, width=width, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(name, justify="left" if name in texts else "right", width=width, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
