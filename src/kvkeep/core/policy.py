@@ -188,8 +188,25 @@ class Policy(ABC):
         """
         return [self.score(view) for view in views]
 
+    def allocate(
+        self, views: Sequence[LayerView], scores: Sequence[Tensor], counts: Sequence[KeepCounts]
+    ) -> list[KeepCounts]:
+        """How many entries each head keeps; by default what the budget gives to every head alike.
+
+        A policy that moves entries between heads or layers declares ``ragged`` and keeps the sum over
+        ``views`` and heads, row by row.
+
+        Parameters
+        ----------
+        views, scores
+            The layers that decide together, and their scores.
+        counts
+            The equal shares, one per layer.
+        """
+        return list(counts)
+
     def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
-        """Score, check the scores, select.
+        """Score, check the scores, allocate, select.
 
         Raises
         ------
@@ -199,8 +216,9 @@ class Policy(ABC):
         scores = self.score_all(views)
         for view, score in zip(views, scores, strict=True):
             check_scores(self.name, view, score)
+        shares = self.allocate(views, scores, counts)
         return [
-            self.select(view, score, count) for view, score, count in zip(views, scores, counts, strict=True)
+            self.select(view, score, share) for view, score, share in zip(views, scores, shares, strict=True)
         ]
 
 

@@ -82,6 +82,8 @@ class Traits:
         The policy draws random numbers.
     exact_budget
         After an eviction every head holds exactly the count it was given.
+    ragged
+        Heads may keep different numbers of entries: the engine lays out the paged store.
     trained
         The policy needs trained weights.
     """
@@ -96,4 +98,5 @@ class Traits:
     rope: bool = False
     random: bool = False
     exact_budget: bool = True
+    ragged: bool = False
     trained: bool = False
