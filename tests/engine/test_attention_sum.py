@@ -16,6 +16,8 @@ import kvkeep
 from kvkeep.core.view import LayerView
 from kvkeep.engine.generation import cache_argument
 
+pytestmark = pytest.mark.usefixtures("either_store")
+
 ROWS, LAYERS, KV_HEADS, GROUP = 3, 2, 2, 3
 
 

@@ -10,6 +10,8 @@ from kvkeep.core.errors import CacheError
 from kvkeep.engine.generation import cache_argument
 from tests.evaluation.models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("either_store")
+
 
 def saw_tooth(prompt: int, steps: int, budget: int, buffer: int) -> list[int]:
     """Entries held during each decode step, written down from the rule alone."""

@@ -18,6 +18,8 @@ from kvkeep.engine.generation import cache_argument
 from kvkeep.testing.models import left_padded, tiny_model, tokens
 from kvkeep.testing.watching import feed
 
+pytestmark = pytest.mark.usefixtures("either_store")
+
 POLICIES: dict[str, Policy] = {
     "vase-attnv": kvkeep.VaSEAttnV(budget=24, buffer=8),
     "h2o": kvkeep.H2O(budget=24, buffer=8),
@@ -45,9 +47,9 @@ def test_a_forward_that_records_gradients_stores_none(policy: Policy) -> None:
     logits = steps(model, cache, torch.enable_grad(), 30, *range(31, 60))
     assert logits.requires_grad
     for layer in cache.managed_layers:
-        held = [layer.stored.keys, layer.stored.values, *layer.stored.extras.values()]
-        held += [layer.ring.queries] if layer.ring else []
-        held += [layer.sums.total, layer.sums.outer] if layer.sums else []
+        held = [*layer.stored.memory.tensors().values()]
+        held += [layer.recorder.ring.queries] if layer.recorder.ring else []
+        held += [layer.recorder.sums.total, layer.recorder.sums.outer] if layer.recorder.sums else []
         assert not any(tensor.requires_grad for tensor in held)
     assert cache.trace.evictions >= 3
 

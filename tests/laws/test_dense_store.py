@@ -91,9 +91,9 @@ class Twin(RuleBasedStateMachine):
     @rule(data=st.data())
     def truncate(self, data: Any) -> None:
         """The newest entries are taken back; positions go on from what is left."""
-        lens = [data.draw(st.integers(0, length)) for length in self.store.lens]
-        self.store.truncate(lens)
-        self.rows = [[head[:length] for head in heads] for heads, length in zip(self.rows, lens, strict=True)]
+        removed = data.draw(st.integers(0, min(self.store.lens)))
+        self.store.forget_newest(removed)
+        self.rows = [[head[: len(head) - removed] for head in heads] for heads in self.rows]
         newest = [[head[-1][1] for head in heads if head] for heads in self.rows]
         self.seen = [max(positions, default=-1) + 1 for positions in newest]
 

@@ -81,7 +81,7 @@ def test_metadata_is_everything_held_beside_keys_and_values(policy: Policy, reco
     feed(model, cache, tokens(2, 70), torch.ones(2, 70, dtype=torch.int64), [30, *[1] * 40])
     held = 0
     for layer in cache.managed_layers:
-        assert [name for name in ("ring", "sums") if getattr(layer, name) is not None] == recorders
+        assert [name for name in ("ring", "sums") if getattr(layer.recorder, name) is not None] == recorders
         entries = (layer.stored.keys, layer.stored.values)
         held += sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(layer))
         held -= sum(tensor.untyped_storage().nbytes() for tensor in entries)
@@ -115,7 +115,7 @@ def test_decoding_stays_in_the_memory_it_has(policy: Policy) -> None:
                 each.stored.values,
                 each.stored.positions,
                 *each.stored.extras.values(),
-                *((each.ring.queries, each.ring.positions) if each.ring else ()),
+                *((each.recorder.ring.queries, each.recorder.ring.positions) if each.recorder.ring else ()),
             )
         ]
 

@@ -15,6 +15,11 @@ from kvkeep.core.policy import Policy
 from kvkeep.engine.generation import cache_argument
 from kvkeep.testing.models import FAMILIES, left_padded, tiny_model, tokens
 from kvkeep.testing.watching import WatchedCache, feed, pieces
+from tests.stores import kv_bytes
+
+pytestmark = pytest.mark.usefixtures("either_store")
+
+ENTRY = (16 + 16) * 4  # key and value, float32
 
 POLICIES: dict[str, Policy] = {
     "vase-attnv": kvkeep.VaSEAttnV(budget=24, buffer=8),
@@ -72,7 +77,7 @@ def test_generate_may_read_the_prompt_in_chunks(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-oss"])
-def test_memory_stays_bounded_while_a_prompt_is_read_in_chunks(family: str) -> None:
+def test_memory_stays_bounded_while_a_prompt_is_read_in_chunks(family: str, either_store: str) -> None:
     """A prompt of ten times the budget must not need ten times the memory, not even for a moment."""
     policy = dataclasses.replace(POLICIES["vase-dkv"], prefill="chunk")
     model, ids = tiny_model(family), tokens(2, 240)
@@ -85,12 +90,12 @@ def test_memory_stays_bounded_while_a_prompt_is_read_in_chunks(family: str) -> N
     trace = cache.trace
     assert stored[2:] == [24] * 18
     assert trace.peak_entries <= 24 + 12
-    per_slot = 2 * 2 * (16 + 16) * 4 * len(trace.layers)  # rows, KV heads, key and value, float32
-    assert trace.kv_bytes == (24 + 8) * per_slot
-    assert trace.peak_kv_bytes <= (24 + 12 + 8) * per_slot
+    heads = 2 * 2 * len(trace.layers)  # rows, KV heads, layers
+    assert trace.kv_bytes == kv_bytes(either_store, [24 + 8] * heads, ENTRY)
+    assert trace.peak_kv_bytes <= kv_bytes(either_store, [24 + 12 + 8] * heads, ENTRY)
 
 
-def test_afterwards_means_before_the_first_new_token() -> None:
+def test_afterwards_means_before_the_first_new_token(either_store: str) -> None:
     """The prompt is seen whole by its own tokens, and cut before the answer begins."""
     policy = dataclasses.replace(POLICIES["vase-dkv"], prefill="after")
     model = tiny_model()
@@ -102,7 +107,7 @@ def test_afterwards_means_before_the_first_new_token() -> None:
     feed(model, cache, ids, mask, [1])
     assert [len(head) for head in cache.seen[2][1][0]] == [25, 25]
     assert cache.trace.evictions == 1
-    assert cache.trace.kv_bytes == (24 + 8) * 2 * (16 + 16) * 4 * 2
+    assert cache.trace.kv_bytes == kv_bytes(either_store, [24 + 8] * 2 * 2, ENTRY)
 
 
 def test_deferring_leaves_the_prompt_to_the_decode_trigger() -> None:
@@ -119,7 +124,9 @@ def test_deferring_leaves_the_prompt_to_the_decode_trigger() -> None:
 
 @pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize("prefill", ["defer", "after", "chunk"])
-def test_a_kept_prompt_stays_whole_on_top_of_the_budget(prefill: str, chunk: int | None) -> None:
+def test_a_kept_prompt_stays_whole_on_top_of_the_budget(
+    prefill: str, chunk: int | None, either_store: str
+) -> None:
     """With prompt="kept" the question is never thinned out, however long it is."""
     budget = kvkeep.Budget(entries=16, prompt="kept")
     policy = kvkeep.RandomEviction(budget=budget, buffer=4, prefill=prefill)
@@ -134,7 +141,9 @@ def test_a_kept_prompt_stays_whole_on_top_of_the_budget(prefill: str, chunk: int
             for head in row:
                 assert head[:prompt] == list(range(prompt))
                 assert prompt + 16 <= len(head) < prompt + 16 + 4
-    assert cache.trace.kv_bytes == 2 * 2 * (40 + 16 + 4) * (16 + 16) * 4 * 2
+    heads = 2 * 2  # KV heads and layers
+    most = [11 + 16 + 4] * heads + [40 + 16 + 4] * heads
+    assert cache.trace.kv_bytes == kv_bytes(either_store, most, ENTRY)
 
 
 def test_a_kept_prompt_is_the_first_one() -> None:

@@ -12,6 +12,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 import kvkeep
 from kvkeep.core.errors import DataFileError
 
+pytestmark = pytest.mark.usefixtures("either_store")
+
 SHAPE = {
     "vocab_size": 61,
     "hidden_size": 32,

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvkeep.core.arrays import IntArray
 from kvkeep.core.decision import KeepDecision
 from kvkeep.core.errors import CacheIntegrityError
 
@@ -51,6 +53,26 @@ class DenseStore:
         return int(self.keys.shape[0])
 
     @property
+    def heads(self) -> int:
+        """KV heads."""
+        return int(self.keys.shape[1])
+
+    @property
+    def held(self) -> IntArray:
+        """Entries, ``[batch, kv_heads]``."""
+        return np.broadcast_to(np.array(self._lens, np.int64)[:, None], (self.batch, self.heads))
+
+    @property
+    def memory(self) -> DenseStore:
+        """What holds the tensors: this store itself."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the entries are."""
+        return self.keys.device
+
+    @property
     def capacity(self) -> int:
         """Slots per row and head."""
         return int(self.keys.shape[2])
@@ -77,7 +99,8 @@ class DenseStore:
         """Bytes allocated beside keys and values."""
         return self.positions.nbytes + sum(extra.nbytes for extra in self.extras.values())
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is kept per entry, by name: ``[batch, kv_heads, capacity, ...]``."""
         named = {"keys": self.keys, "values": self.values, "positions": self.positions}
         return named | {f"extra.{name}": extra for name, extra in self.extras.items()}
 
@@ -87,7 +110,13 @@ class DenseStore:
         self.extras = {name: tensors[f"extra.{name}"] for name in self.extras}
 
     def append(
-        self, keys: Tensor, values: Tensor, positions: Tensor, fresh: Sequence[int], slots: Tensor | None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        fresh: Sequence[int],
+        slots: Tensor | None = None,
+        extras: dict[str, Tensor] | None = None,
     ) -> None:
         """Store new tokens behind each row's entries.
 
@@ -102,6 +131,8 @@ class DenseStore:
         slots
             int64 ``[batch]`` with the rows' lengths on the device, for single tokens on uneven rows;
             made here when ``None``.
+        extras
+            float32 ``[batch, kv_heads, new]`` by name; those left out start at zero.
         """
         new = keys.shape[2]
         if self.even and all(count == new for count in fresh):
@@ -122,12 +153,14 @@ class DenseStore:
                 self.keys[row, :, target].copy_(keys[row, :, new - count :])
                 self.values[row, :, target].copy_(values[row, :, new - count :])
                 self.positions[row, :, target].copy_(positions[row, new - count :])
-        for extra in self.extras.values():
-            if self.even:
+        for name, extra in self.extras.items():
+            given = (extras or {}).get(name)
+            if given is None and self.even:
                 extra[:, :, self.lens[0] : self.lens[0] + new] = 0.0
                 continue
             for row, (start, count) in enumerate(zip(self.lens, fresh, strict=True)):
-                extra[row, :, start : start + count] = 0.0
+                part = extra[row, :, start : start + count]
+                part.zero_() if given is None else part.copy_(given[row, :, new - count :])
         self.lens = [start + count for start, count in zip(self.lens, fresh, strict=True)]
 
     @torch.inference_mode(False)
@@ -136,7 +169,7 @@ class DenseStore:
         """Reallocate to ``capacity`` slots; the entries stay."""
         kept = min(capacity, self.longest)
         resized = {}
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.tensors().items():
             fresh = tensor.new_zeros(*tensor.shape[:2], capacity, *tensor.shape[3:])
             fresh[:, :, :kept].copy_(tensor[:, :, :kept])
             resized[name] = fresh
@@ -157,7 +190,7 @@ class DenseStore:
         width = decision.max_kept
         everyone = list(rows) == list(range(self.batch)) and len(set(new_lens)) == 1
         flat = self._flat(rows, decision.indices)
-        for tensor in self._tensors().values():
+        for tensor in self.tensors().values():
             # One contiguous vector per entry: rows of a flat table, copied whole.
             table = tensor.view(-1, *tensor.shape[3:])
             moved = table.index_select(0, flat)
@@ -184,12 +217,39 @@ class DenseStore:
     def select_rows(self, index: Sequence[int]) -> None:
         """Keep the rows ``index``, in that order, repeats allowed (beams, several samples)."""
         chosen = torch.tensor(list(index), device=self.keys.device)
-        self._replace({name: t.index_select(0, chosen) for name, t in self._tensors().items()})
+        self._replace({name: t.index_select(0, chosen) for name, t in self.tensors().items()})
         self.lens = [self.lens[row] for row in index]
 
-    def truncate(self, lens: Sequence[int]) -> None:
-        """Forget the newest entries of each row."""
-        self.lens = lens
+    def forget_newest(self, removed: int) -> None:
+        """Forget the newest ``removed`` entries of every row."""
+        self.lens = [length - removed for length in self.lens]
+
+    def add_extra(self, name: str, amount: Tensor) -> None:
+        """Add float32 ``[batch, kv_heads, entries]`` to a number that is kept per entry."""
+        self.extras[name][:, :, : amount.shape[2]] += amount
+
+    def padded(self, rows: Sequence[int] | None = None, *names: str) -> dict[str, Tensor]:
+        """What is stored, every row as long as the longest of these rows; behind its entries, anything.
+
+        Parameters
+        ----------
+        rows
+            Which rows, ``None`` for all: then the tensors are views of the store, else copies.
+        names
+            Of ``keys``, ``values``, ``positions``, ``extra.NAME``; none for all of them.
+
+        Returns
+        -------
+        dict
+            ``[rows, kv_heads, entries, ...]`` by name.
+        """
+        entries = self.longest if rows is None else max(self.lens[row] for row in rows)
+        tensors = self.tensors()
+        chosen = {name: tensors[name][:, :, :entries] for name in (names or tensors)}
+        if rows is None:
+            return chosen
+        index = torch.tensor(list(rows), device=self.device)
+        return {name: tensor.index_select(0, index) for name, tensor in chosen.items()}
 
     def valid(self, entries: int, rows: Sequence[int] | None = None) -> Tensor:
         """bool ``[rows, kv_heads, entries]``: slots that hold an entry."""

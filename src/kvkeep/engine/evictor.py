@@ -14,6 +14,7 @@ from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.step import Step
 from kvkeep.engine.trace import Counter
+from kvkeep.engine.viewing import LayerViews
 
 # Slots are added in steps of this size while a cache without a bound grows.
 _GROWTH = 256
@@ -74,37 +75,43 @@ class Evictor:
         limit = self.max_positions
         return capacity if limit is None else max(entries, min(capacity, limit))
 
-    def after_layer(self, layer: RetentionLayer, step: Step) -> None:
-        """A layer of a layer-scope policy has attended."""
-        if self.policy.bounded and self.traits.scope == "layer":
-            self._evict([layer], self._due(layer, step))
+    def most(self, row: int) -> int:
+        """Entries per head that a row holds at most while it decodes inside its budget."""
+        most = self.limit(row) + self.policy.buffer
+        return most if self.max_positions is None else min(most, self.max_positions)
 
-    def after_model(self, layers: Sequence[RetentionLayer], step: Step) -> None:
-        """All layers have attended."""
-        if self.policy.bounded and self.traits.scope == "model":
-            self._evict(layers, self._due(layers[0], step))
+    def after_layer(self, layer: RetentionLayer, step: Step) -> bool:
+        """A layer of a layer-scope policy has attended; whether it evicted."""
+        if not self.policy.bounded or self.traits.scope != "layer":
+            return False
+        return self._evict([layer], self._due([layer], step))
+
+    def after_model(self, layers: Sequence[RetentionLayer], step: Step) -> bool:
+        """All layers have attended; whether a model-scope policy evicted."""
         if step.query_len > 1 and self.traits.trigger.prefill == "after":
             self.rows.prompt_waits = True
+        if not self.policy.bounded or self.traits.scope != "model":
+            return False
+        return self._evict(layers, self._due(layers, step))
 
-    def before_token(self, layers: Sequence[RetentionLayer]) -> None:
+    def before_token(self, layers: Sequence[RetentionLayer]) -> bool:
         """A generated token is about to be stored: evict the prompt if that has been put off."""
-        if not self.rows.prompt_waits:
-            return
+        if not self.rows.prompt_waits or not self.policy.bounded:
+            return False
         self.rows.prompt_waits = False
         groups = [layers] if self.traits.scope == "model" else [[layer] for layer in layers]
-        for group in groups if self.policy.bounded else []:
-            self._evict(group, self._above_limit(group[0]))
+        return any([self._evict(group, self._above_limit(group)) for group in groups])
 
-    def _above_limit(self, layer: RetentionLayer) -> list[int]:
-        return [row for row, stored in enumerate(layer.stored.lens) if stored > self.limit(row)]
+    def _above_limit(self, layers: Sequence[RetentionLayer]) -> list[int]:
+        return [row for row, stored in enumerate(_mean_entries(layers)) if stored > self.limit(row)]
 
-    def _due(self, layer: RetentionLayer, step: Step) -> list[int]:
+    def _due(self, layers: Sequence[RetentionLayer], step: Step) -> list[int]:
         trigger = self.traits.trigger
         if step.query_len > 1:
-            return self._above_limit(layer) if trigger.prefill == "chunk" else []
+            return self._above_limit(layers) if trigger.prefill == "chunk" else []
         return [
             row
-            for row, stored in enumerate(layer.stored.lens)
+            for row, stored in enumerate(_mean_entries(layers))
             if trigger.due(
                 stored=stored,
                 seen=self.rows.seq_lens[row],
@@ -113,20 +120,20 @@ class Evictor:
             )
         ]
 
-    def _evict(self, layers: Sequence[RetentionLayer], rows: list[int]) -> None:
+    def _evict(self, layers: Sequence[RetentionLayer], rows: list[int]) -> bool:
         if not rows:
-            return
+            return False
         begin = self._clock(layers[0]) if self.profile else 0.0
         self._check_protection(rows)
         lens = [self.limit(row) for row in rows]
-        views, counts = [], []
+        counts = []
         for layer in layers:
+            store = layer.stored
             if self.traits.attention_sum:
-                layer.sum_attention()
-            keys = layer.stored.keys
-            per_head = torch.tensor(lens, device=keys.device)[:, None].expand(-1, keys.shape[1])
+                layer.recorder.sum_attention(store)
+            per_head = torch.tensor(lens, device=store.device)[:, None].expand(-1, store.heads)
             counts.append(KeepCounts(per_head, max(lens)))
-            views.append(layer.view(rows))
+        views = [layers[0].view(rows)] if len(layers) == 1 else LayerViews(layers, rows)
         decisions = self.policy.decide(views, counts)
         for layer, decision in zip(layers, decisions, strict=True):
             self._check_shape(decision, len(rows), layer, max(lens))
@@ -136,14 +143,17 @@ class Evictor:
             self.rows.evicted_at[row] = self.rows.seq_lens[row]
         if self.profile:
             self.seconds += self._clock(layers[0]) - begin
+        return True
 
     def _check_shape(self, decision: KeepDecision, rows: int, layer: RetentionLayer, kept: int) -> None:
         """What can be told without reading the device; :meth:`KeepDecision.check` tells the rest."""
-        shape, expected = tuple(decision.indices.shape), (rows, layer.stored.keys.shape[1], kept)
-        if shape != expected:
+        heads, shape = layer.stored.heads, tuple(decision.indices.shape)
+        width = shape[-1] if self.traits.ragged else kept
+        if shape != (rows, heads, width) or tuple(decision.lengths.shape) != (rows, heads):
             raise CacheIntegrityError(
                 f"{self.policy.name} decided on layer {layer.index} with indices of shape {shape}; expected "
-                f"[rows, kv_heads, kept] = {expected}. Run kvkeep.testing.check_policy on the policy."
+                f"[rows, kv_heads, kept] = {(rows, heads, width)}. Run kvkeep.testing.check_policy on the "
+                "policy."
             )
 
     def _check_protection(self, rows: list[int]) -> None:
@@ -158,6 +168,19 @@ class Evictor:
             )
 
     def _clock(self, layer: RetentionLayer) -> float:
-        if layer.stored.keys.is_cuda:
-            torch.cuda.synchronize(layer.stored.keys.device)
+        if layer.stored.device.type == "cuda":
+            torch.cuda.synchronize(layer.stored.device)
         return time.perf_counter()
+
+
+def _mean_entries(layers: Sequence[RetentionLayer]) -> list[int]:
+    """Entries per head of each row, averaged over heads and layers and rounded down.
+
+    One token adds one to every head, so the mean goes up in steps of one, and a trigger that waits for
+    a number meets it.
+    """
+    totals, heads = (
+        sum(layer.stored.held.sum(axis=1) for layer in layers),
+        len(layers) * layers[0].stored.heads,
+    )
+    return [int(total) // heads for total in totals]

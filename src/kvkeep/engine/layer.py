@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,21 +10,24 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvkeep.cache.dense import DenseStore
+from kvkeep.cache.store import Store
+from kvkeep.core.arrays import IntArray
 from kvkeep.core.decision import KeepDecision
 from kvkeep.core.errors import CacheError, UnsupportedError
 from kvkeep.core.view import LayerView
 from kvkeep.engine.handle import LayerHandle
-from kvkeep.engine.recording import MomentSums, QueryRing, attention_received
+from kvkeep.engine.recorder import Recorder
 from kvkeep.engine.step import Step
 from kvkeep.engine.viewing import layer_view
 
 if TYPE_CHECKING:
     from kvkeep.engine.retention_cache import RetentionCache
 
+Attend = Callable[..., tuple[Tensor, Any]]
+
 
 class RetentionLayer(CacheLayerMixin):
-    """Cache layer of one full-attention layer.
+    """Cache layer of one full-attention layer; how it stores and attends is left to its two kinds.
 
     Parameters
     ----------
@@ -46,15 +49,13 @@ class RetentionLayer(CacheLayerMixin):
 
     def forget(self) -> None:
         """Back to the state before the first token."""
-        self.store: DenseStore | None = None
-        self.ring: QueryRing | None = None
-        self.sums: MomentSums | None = None
-        self.unsummed = 0
+        self.store: Any = None
+        self.recorder = Recorder(self.cache.traits, self.cache.rope)
         self.evictions: list[int] = []
         self.is_initialized = False
 
     @property
-    def stored(self) -> DenseStore:
+    def stored(self) -> Any:
         """The entries.
 
         Raises
@@ -65,17 +66,6 @@ class RetentionLayer(CacheLayerMixin):
         if self.store is None:
             raise CacheError(f"layer {self.index} of this cache holds nothing yet.")
         return self.store
-
-    @property
-    def metadata_nbytes(self) -> int:
-        """Bytes held beside keys and values: positions, accumulated attention, query ring, moment sums."""
-        recorders = [each for each in (self.ring, self.sums) if each is not None]
-        return (self.store.metadata_nbytes if self.store is not None else 0) + sum(
-            tensor.nbytes
-            for each in recorders
-            for tensor in vars(each).values()
-            if isinstance(tensor, Tensor)
-        )
 
     # -- what transformers asks -----------------------------------------------------------------
 
@@ -128,7 +118,7 @@ class RetentionLayer(CacheLayerMixin):
     def forward(
         self,
         handle: LayerHandle,
-        attend: Callable[..., tuple[Tensor, Any]],
+        attend: Attend,
         backend: str,
         module: Any,
         query: Tensor,
@@ -138,140 +128,74 @@ class RetentionLayer(CacheLayerMixin):
         """Store the new tokens, attend to everything stored, record, let the cache evict."""
         with torch.no_grad():  # what is stored is not trained through, or every step would stay alive
             step = self.cache.open_step(self, query, request)
-            before = self._append(handle, step)
-        output = self._attend(handle, before, step, attend, backend, module, query, options)
+            if self.store is None:
+                self.store = self._lay_out(handle, step)
+                self.evictions = [0] * self.store.batch
+                self.is_initialized = True
+            before = self.store.held
+            self._append(handle, step)
+        if before.any():
+            self._check_causal(step)
+            output = self._attend(before, step, attend, backend, module, query, options)
+        else:
+            # Nothing stored yet: exactly what a stock cache would compute, mask included.
+            mask = step.request.stock() if hasattr(step.request, "stock") else step.request
+            output = attend(module, query, handle.keys, handle.values, mask, **options)
         with torch.no_grad():
-            self._record(query, step, options.get("scaling"))
+            self.recorder.record(
+                query,
+                step,
+                self.store,
+                scaling=options.get("scaling"),
+                prompt=self.cache.rows.reading_prompt,
+            )
             self.cache.after_attention(self, step)
         return output
 
-    def _append(self, handle: LayerHandle, step: Step) -> list[int]:
-        keys, values = handle.keys, handle.values
-        if self.store is None:
-            longest = max(step.fresh, default=0)
-            capacity = self.cache.evictor.capacity_for(longest)
-            extras = ("attention_sum",) if self.cache.traits.attention_sum else ()
-            self.store = DenseStore(keys, values, capacity, extras)
-            self.evictions = [0] * self.store.batch
-            self.is_initialized = True
-        store = self.store
-        before = list(store.lens)
-        longest = max(b + f for b, f in zip(before, step.fresh, strict=True))
-        if longest > store.capacity:
-            store.resize(self.cache.evictor.capacity_for(longest))
-        uneven = step.query_len == 1 and not (store.even and not step.padded)
-        slots = step.slots(before, keys.device) if uneven else None
-        store.append(keys, values, step.positions(keys.device), step.fresh, slots)
-        return before
+    @staticmethod
+    def _check_causal(step: Step) -> None:
+        if getattr(step.request, "causal", True) or step.query_len == 1:
+            return
+        raise UnsupportedError(
+            "several tokens at once on a filled cache",
+            [
+                "the model asks for a mask that is not causal (image blocks); send them with the "
+                "first prompt instead"
+            ],
+        )
 
+    @abstractmethod
+    def _lay_out(self, handle: LayerHandle, step: Step) -> Store:
+        """An empty store for the first tokens."""
+
+    @abstractmethod
+    def restore_store(self, entries: dict[str, Tensor], held: list[list[int]]) -> None:
+        """Take over entries that a file held, and how many each head has: ``[batch, kv_heads]``."""
+
+    @abstractmethod
+    def _append(self, handle: LayerHandle, step: Step) -> None:
+        """Store the new tokens."""
+
+    @abstractmethod
     def _attend(
         self,
-        handle: LayerHandle,
-        before: list[int],
+        before: IntArray,
         step: Step,
-        attend: Callable[..., tuple[Tensor, Any]],
+        attend: Attend,
         backend: str,
         module: Any,
         query: Tensor,
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        store = self.stored
-        request = step.request
-        if not any(before):
-            # Nothing stored yet: exactly what a stock cache would compute, mask included.
-            mask = request.stock() if hasattr(request, "stock") else request
-            return attend(module, query, handle.keys, handle.values, mask, **options)
-        if not getattr(request, "causal", True) and step.query_len > 1:
-            raise UnsupportedError(
-                "several tokens at once on a filled cache",
-                [
-                    "the model asks for a mask that is not causal (image blocks); send them with the "
-                    "first prompt instead"
-                ],
-            )
-        entries = store.longest
-        keys, values = store.keys[:, :, :entries], store.values[:, :, :entries]
-        plain = len(set(before)) == 1 and not step.padded and step.query_len == 1
-        if backend in ("flash_attention_2", "flash_attention_3"):
-            # Flash attention aligns causality to the newest key; uneven rows go through SDPA.
-            if len(set(before)) == 1 and not step.padded:
-                return attend(module, query, keys, values, None, **options)
-            from kvkeep.engine.attention import stock_attention
-
-            attend, backend = stock_attention("sdpa", module), "sdpa"
-        mask = None
-        if not plain:
-            mask = step.mask(before, query.dtype, query.device, additive=backend == "eager")
-        return attend(module, query, keys, values, mask, **options)
-
-    def _record(self, query: Tensor, step: Step, scaling: float | None) -> None:
-        traits = self.cache.traits
-        if not (traits.queries or traits.query_moments or traits.attention_sum):
-            return
-        # Policies divide logits by sqrt(head_dim); a model that scales otherwise has it in its queries.
-        factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
-        if not math.isclose(factor, 1.0, rel_tol=1e-6):
-            query = query * factor
-        positions = step.positions(query.device)
-        if traits.query_moments and self.cache.rows.reading_prompt and self.cache.rope is not None:
-            if self.sums is None:
-                self.sums = MomentSums(query, self.cache.rope)
-            self.sums.add(query, positions)
-        window = traits.queries
-        if window and self.ring is None:
-            self.ring = QueryRing(query, window)
-        if traits.attention_sum:
-            if self.unsummed + step.query_len > window:
-                # The ring is about to lose queries that have not been summed.
-                self.sum_attention(pending=step.query_len, in_line=not step.padded)
-            if step.query_len > window:
-                self._add_attention(query, positions, in_line=not step.padded)
-            else:
-                self.unsummed += step.query_len
-        if self.ring is not None:
-            self.ring.push(query, positions)
-        if step.padded and traits.attention_sum:
-            self.sum_attention(in_line=False)
-
-    def sum_attention(self, *, pending: int = 0, in_line: bool = True) -> None:
-        """Add the attention of the queries recorded since the last sum to their entries.
+        """Attend to what is stored, the new tokens included.
 
         Parameters
         ----------
-        pending
-            Tokens that are stored already but whose queries are not recorded yet.
-        in_line
-            Each of these queries has its token stored, one after the other: no padding.
+        before
+            Entries held before this forward, ``[batch, kv_heads]``.
+        attend, backend, module, query, options
+            Of the stock back end.
         """
-        if self.ring is None or not self.unsummed:
-            return
-        queries, positions = self.ring.ordered()
-        count, self.unsummed = self.unsummed, 0
-        self._add_attention(queries[:, :, -count:], positions[:, -count:], pending=pending, in_line=in_line)
-
-    def _add_attention(
-        self, queries: Tensor, positions: Tensor, *, pending: int = 0, in_line: bool, factor: float = 1.0
-    ) -> None:
-        store = self.stored
-        in_line = in_line and store.even
-        entries = store.longest - pending if in_line else store.longest
-        sums, keys = store.extras["attention_sum"][:, :, :entries], store.keys[:, :, :entries]
-        if in_line:
-            sums += factor * attention_received(queries, positions, keys)
-        else:
-            where = store.positions[:, :, :entries]
-            sums += factor * attention_received(queries, positions, keys, where, store.valid(entries))
-
-    def _take_back_attention(self, removed: int) -> None:
-        """Subtract what the newest ``removed`` queries have added already, as far as they are recorded."""
-        summed = removed - self.unsummed
-        self.unsummed = max(0, self.unsummed - removed)
-        if self.ring is None or not self.cache.traits.attention_sum or summed <= 0:
-            return
-        queries, positions = self.ring.ordered()
-        start = self.ring.window - removed
-        part = slice(max(0, start), max(0, start + summed))
-        self._add_attention(queries[:, :, part], positions[:, part], in_line=False, factor=-1.0)
 
     # -- eviction -------------------------------------------------------------------------------
 
@@ -279,15 +203,21 @@ class RetentionLayer(CacheLayerMixin):
         """What the policy sees of the rows that evict now."""
         return layer_view(self, rows)
 
-    def compact(self, rows: Sequence[int], decision: KeepDecision, new_lens: Sequence[int]) -> None:
-        """Carry a decision out and give memory above the budget back."""
-        store = self.stored
-        store.compact(rows, decision, new_lens)
+    def compact(self, rows: Sequence[int], decision: KeepDecision, kept: Sequence[int]) -> None:
+        """Carry a decision out and give memory above the budget back.
+
+        Parameters
+        ----------
+        kept
+            Entries per head of each row, where all heads keep equally many.
+        """
+        self._compact(rows, decision, kept)
         for row in rows:
             self.evictions[row] += 1
-        fitting = self.cache.evictor.capacity_for(store.longest)
-        if store.capacity > fitting:
-            store.resize(fitting)
+
+    @abstractmethod
+    def _compact(self, rows: Sequence[int], decision: KeepDecision, kept: Sequence[int]) -> None:
+        """Move what stays together."""
 
     # -- rows -----------------------------------------------------------------------------------
 
@@ -296,17 +226,12 @@ class RetentionLayer(CacheLayerMixin):
         if self.store is None:
             return
         self.store.select_rows(index)
-        chosen = torch.tensor(list(index), device=self.store.keys.device)
-        for recorder in (self.ring, self.sums):
-            if recorder is not None:
-                recorder.select_rows(chosen)
+        self.recorder.select_rows(torch.tensor(list(index), device=self.store.device))
         self.evictions = [self.evictions[row] for row in index]
 
-    def truncate(self, removed: int, seq_lens: Sequence[int]) -> None:
+    def forget_newest(self, removed: int, seq_lens: Sequence[int]) -> None:
         """Forget the newest ``removed`` entries; the sequences are now ``seq_lens`` long."""
         if self.store is None:
             return
-        if self.ring is not None:
-            self._take_back_attention(removed)
-            self.ring.forget(removed, seq_lens)
-        self.store.truncate([stored - removed for stored in self.store.lens])
+        self.recorder.forget_newest(removed, seq_lens, self.store)
+        self.store.forget_newest(removed)

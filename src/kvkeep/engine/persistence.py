@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache.dense import DenseStore
+from kvkeep.cache.paged import PagedStore
 from kvkeep.core.budget import Budget
 from kvkeep.core.errors import DataFileError, UnsupportedError
 from kvkeep.core.files import read_tensors, write_tensors
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.retention_cache import RetentionCache
 
 _KIND = "cache"
-_FORMAT = 1
+_FORMAT = 2
 
 
 def save_cache(cache: RetentionCache, path: str | os.PathLike[str]) -> None:
@@ -40,6 +40,7 @@ def save_cache(cache: RetentionCache, path: str | os.PathLike[str]) -> None:
         "model": _shape(cache),
         "policy": cache.policy.name,
         "options": _plain_options(cache.policy),
+        "store": cache.store_kind,
         "seed": cache.seed,
         "layers": layers,
         "rows": cache.rows.as_dict(),
@@ -62,6 +63,7 @@ def load_cache(cache: RetentionCache, path: str | os.PathLike[str], device: torc
         "model": _shape(cache),
         "policy": cache.policy.name,
         "options": _plain_options(cache.policy),
+        "store": cache.store_kind,
     }
     differing = [
         f"{name} {header.get(name)!r} instead of {value!r}"
@@ -71,6 +73,8 @@ def load_cache(cache: RetentionCache, path: str | os.PathLike[str], device: torc
     if differing:
         raise DataFileError(f"{path} does not fit this cache: it has " + "; ".join(differing) + ".")
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
+    # First of all: how much memory a store lays out depends on the rows.
+    cache.restore_state(Rows(**header["rows"]), Counter.from_dict(header["counter"]))
     for index, layer in enumerate(cache.layers):
         state = header["layers"].get(str(index))
         if state is None:
@@ -80,7 +84,6 @@ def load_cache(cache: RetentionCache, path: str | os.PathLike[str], device: torc
         else:
             _load_native(layer, f"{index}.", placed, state)
     cache.seed = header["seed"]
-    cache.restore_state(Rows(**header["rows"]), Counter.from_dict(header["counter"]))
 
 
 def _shape(cache: RetentionCache) -> dict[str, Any]:
@@ -107,50 +110,42 @@ def _plain_options(policy: Policy) -> dict[str, Any]:
 
 
 def _save_layer(layer: RetentionLayer, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
-    store = layer.store
+    store, recorder = layer.store, layer.recorder
     if store is None:
         return None
-    entries = store.longest
-    named = {"keys": store.keys, "values": store.values, "positions": store.positions}
-    named |= {f"extra.{name}": extra for name, extra in store.extras.items()}
-    # Cloned: slices of one storage would be written whole.
-    tensors |= {prefix + name: tensor[:, :, :entries].clone() for name, tensor in named.items()}
-    if layer.ring is not None:
-        queries, positions = layer.ring.ordered()
+    # Copied: slices of one storage would be written whole.
+    entries = store.packed() if isinstance(store, PagedStore) else store.padded()
+    tensors |= {prefix + name: tensor.clone() for name, tensor in entries.items()}
+    if recorder.ring is not None:
+        queries, positions = recorder.ring.ordered()
         tensors |= {prefix + "queries": queries.clone(), prefix + "query_positions": positions.clone()}
-    if layer.sums is not None:
-        tensors |= {prefix + f"sums.{name}": getattr(layer.sums, name) for name in MomentSums.STATE}
+    if recorder.sums is not None:
+        tensors |= {prefix + f"sums.{name}": getattr(recorder.sums, name) for name in MomentSums.STATE}
     return {
-        "capacity": store.capacity,
-        "lens": store.lens,
+        "held": store.held.tolist(),
         "extras": list(store.extras),
         "evictions": layer.evictions,
-        "unsummed": layer.unsummed,
+        "unsummed": recorder.unsummed,
     }
 
 
 def _load_layer(
     layer: RetentionLayer, prefix: str, tensors: dict[str, Tensor], state: dict[str, Any]
 ) -> None:
-    keys, values = tensors[prefix + "keys"], tensors[prefix + "values"]
-    store = DenseStore(keys, values, state["capacity"], state["extras"])
-    entries = keys.shape[2]
-    store.keys[:, :, :entries], store.values[:, :, :entries] = keys, values
-    store.positions[:, :, :entries] = tensors[prefix + "positions"]
-    for name in state["extras"]:
-        store.extras[name][:, :, :entries] = tensors[prefix + f"extra.{name}"]
-    store.lens = state["lens"]
-    layer.store, layer.is_initialized = store, True
-    layer.evictions, layer.unsummed = state["evictions"], state["unsummed"]
+    names = ("keys", "values", "positions", *(f"extra.{name}" for name in state["extras"]))
+    entries = {name: tensors[prefix + name] for name in names}
+    layer.restore_store(entries, state["held"])
+    recorder = layer.recorder
+    layer.evictions, recorder.unsummed = state["evictions"], state["unsummed"]
     if prefix + "queries" in tensors:
         queries = tensors[prefix + "queries"]
-        layer.ring = QueryRing(queries, queries.shape[2])
-        layer.ring.push(queries, tensors[prefix + "query_positions"])
+        recorder.ring = QueryRing(queries, queries.shape[2])
+        recorder.ring.push(queries, tensors[prefix + "query_positions"])
     rope = layer.cache.rope
     if prefix + "sums.count" in tensors and rope is not None:
-        layer.sums = MomentSums(tensors[prefix + "sums.total"][:, :, None], rope)
+        recorder.sums = MomentSums(tensors[prefix + "sums.total"][:, :, None], rope)
         for name in MomentSums.STATE:
-            setattr(layer.sums, name, tensors[prefix + f"sums.{name}"])
+            setattr(recorder.sums, name, tensors[prefix + f"sums.{name}"])
 
 
 def _save_native(layer: Any, index: int, tensors: dict[str, Tensor], layers: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from kvkeep.cache.store import allocated
 from kvkeep.core.errors import CacheError, ConfigError, UnsupportedError
 from kvkeep.core.policy import Policy
-from kvkeep.core.view import Rope
 from kvkeep.engine.arguments import require_calibration, require_ids, require_model, require_whole
 from kvkeep.engine.attention import prepare
+from kvkeep.engine.dense_layer import DenseLayer
 from kvkeep.engine.evictor import Evictor
+from kvkeep.engine.fitting import StoreKind, fit, store_kind
 from kvkeep.engine.layer import RetentionLayer
+from kvkeep.engine.paged_layer import PagedLayer
 from kvkeep.engine.persistence import load_cache, save_cache
-from kvkeep.engine.rotary import rope_of
+from kvkeep.engine.pools import Pools
 from kvkeep.engine.row_trace import RowCounter, RowTrace
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.spec import model_spec
@@ -58,6 +61,11 @@ class RetentionCache(Cache):
         Time evictions; read :attr:`eviction_seconds`.
     trace_rows
         Measure each sequence by itself; read :attr:`row_traces`.
+    store
+        ``"dense"``: all heads hold equally many entries, in one block per layer. ``"paged"``: heads may
+        differ, in pages of a pool that all layers share. ``"auto"``: paged where the policy needs it.
+    page_size
+        Entries per page of the paged store.
 
     Raises
     ------
@@ -86,6 +94,8 @@ class RetentionCache(Cache):
         calibration: Any = None,
         profile: bool = False,
         trace_rows: bool = False,
+        store: StoreKind = "auto",
+        page_size: int = 32,
     ) -> None:
         require_model(model)
         if not isinstance(policy, Policy):
@@ -96,6 +106,7 @@ class RetentionCache(Cache):
         self.seed, self._ids = require_whole("seed", seed, 0), require_ids(sequence_ids)
         context = None if context is None else require_whole("context", context, 8192, at_least=1)
         rows = None if rows is None else require_whole("rows", rows, 8, at_least=1)
+        page_size = require_whole("page_size", page_size, 32, at_least=1)
         require_calibration(calibration)
         self.spec = model_spec(model.config)
         self.dtype = model.dtype
@@ -111,43 +122,24 @@ class RetentionCache(Cache):
             policy = policy.with_budget(budget)
         self.policy, self.traits = policy, policy.traits
         self._context, self._profile, self._trace_rows = context, profile, trace_rows
-        self.calibration: Mapping[int, Any] = {}
-        self.rope: Rope | None = None
-        self._check_fit(model, calibration)
+        #: Numbers that are kept per entry beside key, value and position.
+        self.extras = tuple(name for name in ("attention_sum", "log_retention") if getattr(self.traits, name))
+        self.rope, self.calibration = fit(policy, model, self.spec, calibration)
+        self.store_kind, self._page_size = store_kind(store, policy), page_size
+        kind = PagedLayer if self.store_kind == "paged" else DenseLayer
         prepare(model)
         native = DynamicCache(config=self.spec.config).layers
         place = {index: place for place, index in enumerate(self.spec.managed)}
         layers = [
-            RetentionLayer(self, index, place[index]) if index in place else layer
-            for index, layer in enumerate(native)
+            kind(self, index, place[index]) if index in place else layer for index, layer in enumerate(native)
         ]
         super().__init__(layers=layers)
         #: The layers that kvkeep manages, in model order.
         self.managed_layers: list[RetentionLayer] = [layers[index] for index in self.spec.managed]
         self._start()
 
-    def _check_fit(self, model: PreTrainedModel, calibration: Any) -> None:
-        reasons = list(self.policy.check(self.spec))
-        if self.traits.log_retention:
-            reasons.append("the policy needs trained retention gates, which this cache does not carry")
-        if self.traits.calibration and calibration is None:
-            reasons.append(
-                "the policy needs calibration statistics of this model: run `kvkeep calibrate` and pass "
-                "calibration=kvkeep.calibration.load(path)"
-            )
-        if self.traits.rope or self.traits.query_moments:
-            try:
-                self.rope = rope_of(model, self.spec)
-            except UnsupportedError as error:
-                reasons.extend(error.reasons)
-        if self.traits.calibration and calibration is not None and self.rope is not None:
-            reasons.extend(calibration.check(self.spec, self.rope))
-            self.calibration = calibration.layers
-        if reasons:
-            raise UnsupportedError(f"{self.policy.name} cannot run on {self.spec.model_type!r} here", reasons)
-
     def _start(self) -> None:
-        self.rows, self.counter = Rows(), Counter(len(self.spec.managed))
+        self.rows, self.counter = Rows(), Counter(len(self.spec.managed), self.spec.kv_heads)
         self._row_counter = RowCounter(len(self.spec.managed)) if self._trace_rows else None
         self._bind()
 
@@ -160,6 +152,7 @@ class RetentionCache(Cache):
             context=self._context,
             profile=self._profile,
         )
+        self.pools = Pools(self.evictor, len(self.spec.managed), self._page_size, self.extras)
         self._step: Step | None = None
 
     def restore_state(self, rows: Rows, counter: Counter) -> None:
@@ -186,8 +179,8 @@ class RetentionCache(Cache):
         batch, _, query_len, _ = query.shape
         rows = self.rows
         rows.admit(batch, self._ids)
-        if query_len == 1:
-            self.evictor.before_token(self.managed_layers)
+        if query_len == 1 and self.evictor.before_token(self.managed_layers):
+            self.pools.give_back(batch)
         fresh = count_fresh(request, rows.seq_lens, query_len)
         self._step = Step(rows.seq_lens, fresh, query_len, request, query.device)
         rows.advance(fresh, query_len)
@@ -197,32 +190,34 @@ class RetentionCache(Cache):
         """Called by each managed layer when it has attended: evict if it is time, and count."""
         counter, layers = self.counter, self.managed_layers
         last = layer.place == len(layers) - 1
-        counter.held(layer.place, layer.stored.longest)
+        held = layer.stored.held
+        counter.held(layer.place, held)
         if self._row_counter is not None:
-            self._row_counter.held(layer.place, layer.stored.lens)
+            self._row_counter.held(layer.place, held)
         if last:
-            held = sum(each.stored.nbytes for each in layers)
-            counter.peak_bytes = max(counter.peak_bytes, held)
-        self.evictor.after_layer(layer, step)
+            counter.peak_bytes = max(counter.peak_bytes, self._allocated()[0])
+        evicted = self.evictor.after_layer(layer, step)
         if last:
-            self.evictor.after_model(layers, step)
-            lens = np.array([each.stored.lens for each in layers])
+            if self.evictor.after_model(layers, step) or evicted:
+                self.pools.give_back(held.shape[0])
             # A prompt of a single token is read, not decoded.
             decode = step.query_len == 1 and not self.rows.reading_prompt
-            counter.after_step(lens, decode=decode)
+            counter.after_step([each.stored.held for each in layers], decode=decode)
             if self._row_counter is not None:
                 self._row_counter.after_step(decode=decode)
             self.rows.columns += step.query_len
             self._step = None
+
+    def _allocated(self) -> tuple[int, int]:
+        return allocated([layer.store for layer in self.managed_layers if layer.store is not None])
 
     # -- the user's side ------------------------------------------------------------------------
 
     @property
     def trace(self) -> Trace:
         """What was measured so far."""
-        counter, stores = self.counter, [e.store for e in self.managed_layers if e.store]
+        counter, (held, beside) = self.counter, self._allocated()
         steps = max(counter.steps, 1)
-        heads = self.spec.kv_heads
         native = sum(
             tensor.nbytes
             for index, layer in enumerate(self.layers)
@@ -238,12 +233,12 @@ class RetentionCache(Cache):
             steps=counter.steps,
             mean_entries=float(means.mean()),
             peak_entries=int(counter.peaks.max(initial=0)),
-            mean_by_layer_head=[[float(mean)] * heads for mean in means],
-            peak_by_layer_head=[[int(peak)] * heads for peak in counter.peaks],
+            mean_by_layer_head=means.tolist(),
+            peak_by_layer_head=counter.peaks.tolist(),
             evictions=counter.evictions,
-            kv_bytes=sum(store.nbytes for store in stores),
-            peak_kv_bytes=max(counter.peak_bytes, sum(store.nbytes for store in stores)),
-            metadata_bytes=sum(layer.metadata_nbytes for layer in self.managed_layers),
+            kv_bytes=held,
+            peak_kv_bytes=max(counter.peak_bytes, held),
+            metadata_bytes=beside + sum(layer.recorder.nbytes for layer in self.managed_layers),
             native_bytes=native,
             layers=self.spec.managed,
         )
@@ -273,9 +268,10 @@ class RetentionCache(Cache):
         store = self.layers[layer].store
         if store is None:
             return []
+        positions = store.padded(None, "positions")["positions"].long().cpu()
         return [
-            [store.positions[row, head, :length].long().cpu() for head in range(store.keys.shape[1])]
-            for row, length in enumerate(store.lens)
+            [positions[row, head, :length].clone() for head, length in enumerate(lengths)]
+            for row, lengths in enumerate(store.held.tolist())
         ]
 
     def check_integrity(self) -> None:
@@ -336,7 +332,7 @@ class RetentionCache(Cache):
             if index not in self.spec.managed:
                 layer.crop(-removed)  # may refuse, so it comes before anything of ours changes
         for layer in self.managed_layers:
-            layer.truncate(removed, lens)
+            layer.forget_newest(removed, lens)
         self.rows.crop(removed)
 
     def activate_past_recording(self) -> None:

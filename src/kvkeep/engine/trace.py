@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from kvkeep.core.arrays import IntArray
 from kvkeep.core.budget import format_bytes
 
 
@@ -71,14 +73,14 @@ class Counter:
 
     Parameters
     ----------
-    layers
-        Managed layers.
+    layers, heads
+        Managed layers, and KV heads of each.
     """
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, heads: int) -> None:
         self.steps = 0
-        self.sums = np.zeros(layers)
-        self.peaks = np.zeros(layers, dtype=np.int64)
+        self.sums = np.zeros((layers, heads))
+        self.peaks = np.zeros((layers, heads), dtype=np.int64)
         self.by_layer = np.zeros(layers, dtype=np.int64)
         self.peak_bytes = 0
 
@@ -91,15 +93,15 @@ class Counter:
         """Note that a layer evicted in so many rows."""
         self.by_layer[layer] += rows
 
-    def after_step(self, lens: np.ndarray, decode: bool) -> None:
-        """Count one forward; ``lens`` is entries per layer and row, ``[layers, batch]``."""
+    def after_step(self, held: Sequence[IntArray], decode: bool) -> None:
+        """Count one forward; ``held`` is entries per layer, ``[batch, kv_heads]`` each."""
         if decode:
             self.steps += 1
-            self.sums += lens.mean(axis=1)
+            self.sums += np.stack(held).mean(axis=1)
 
-    def held(self, layer: int, entries: int) -> None:
-        """Note how much a layer holds at its fullest moment, before an eviction."""
-        self.peaks[layer] = max(self.peaks[layer], entries)
+    def held(self, layer: int, entries: IntArray) -> None:
+        """Note how much a layer holds at its fullest moment, before an eviction: ``[batch, kv_heads]``."""
+        np.maximum(self.peaks[layer], entries.max(axis=0), out=self.peaks[layer])
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -114,7 +116,7 @@ class Counter:
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Counter:
         """The counter that :meth:`as_dict` described."""
-        counter = cls(len(saved["sums"]))
+        counter = cls(*np.shape(saved["sums"]))
         counter.steps, counter.peak_bytes = saved["steps"], saved["peak_bytes"]
         counter.sums = np.array(saved["sums"], dtype=np.float64)
         counter.peaks = np.array(saved["peaks"], dtype=np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
     cache, store = layer.cache, layer.stored
     policy, traits = cache.policy, cache.traits
     everyone = list(rows) == list(range(store.batch))
-    entries = max(store.lens[row] for row in rows)
-    device = store.keys.device
+    held, device = store.held[list(rows)], store.device
+    entries = int(held.max(initial=0))
     index = torch.tensor(list(rows), device=device)
 
     def take(tensor: Tensor) -> Tensor:
@@ -32,16 +32,20 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
 
     seq_lens = torch.tensor([cache.rows.seq_lens[row] for row in rows], device=device)
     prompt_lens = torch.tensor([cache.rows.prompt_lens[row] for row in rows], device=device)
-    positions = take(store.positions[:, :, :entries]).long()
+    stored = store.padded(None if everyone else rows)
+    positions = stored["positions"].long()
     valid = store.valid(entries, rows)
+    ring, sums = layer.recorder.ring, layer.recorder.sums
     recorded: dict[str, Any] = {}
-    if traits.queries and layer.ring is not None:
-        queries, times = layer.ring.ordered()
+    if traits.queries and ring is not None:
+        queries, times = ring.ordered()
         recorded |= {"queries": take(queries), "query_positions": take(times)}
     if traits.attention_sum:
-        recorded["attention_sum"] = take(store.extras["attention_sum"][:, :, :entries])
-    if traits.query_moments and layer.sums is not None:
-        moments = layer.sums.moments()
+        recorded["attention_sum"] = stored["extra.attention_sum"]
+    if traits.log_retention:
+        recorded["log_retention"] = stored["extra.log_retention"]
+    if traits.query_moments and sums is not None:
+        moments = sums.moments()
         recorded["query_moments"] = QueryMoments(take(moments.mean), take(moments.covariance))
     if traits.calibration:
         recorded["calibration"] = cache.calibration[layer.index]
@@ -56,8 +60,8 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
         )
     return LayerView(
         layer=layer.index,
-        keys=take(store.keys[:, :, :entries]),
-        values=take(store.values[:, :, :entries]),
+        keys=stored["keys"],
+        values=stored["values"],
         positions=positions,
         valid=valid,
         seq_lens=seq_lens,
@@ -74,6 +78,30 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
         ),
         traits=traits,
         recorded=recorded,
-        even=len({store.lens[row] for row in rows}) == 1,
+        even=bool((held == entries).all()),
         recent_kept=policy.recent,
     )
+
+
+class LayerViews(Sequence[LayerView]):
+    """Views of several layers, each built when it is looked at.
+
+    The entries of a paged layer are copied into its view, so holding all views would double the cache.
+    """
+
+    def __init__(self, layers: Sequence[RetentionLayer], rows: Sequence[int]) -> None:
+        self._layers, self._rows = layers, rows
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, place: int) -> LayerView: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> LayerViews: ...
+
+    def __getitem__(self, place: int | slice) -> LayerView | LayerViews:
+        if isinstance(place, slice):
+            return LayerViews(self._layers[place], self._rows)
+        return self._layers[place].view(self._rows)

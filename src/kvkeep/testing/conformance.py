@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import SkipTest
 
+from kvkeep.engine.fitting import StoreKind
 from kvkeep.testing import contract, laws
 from kvkeep.testing.subject import PolicyOrFactory, Subject
 
@@ -26,8 +27,8 @@ class Check:
     name: str
     run: Callable[[Subject], None]
 
-    def __call__(self, policy: PolicyOrFactory) -> None:
-        self.run(Subject.of(policy))
+    def __call__(self, policy: PolicyOrFactory, *, store: StoreKind = "auto") -> None:
+        self.run(Subject.of(policy, store=store))
 
     def __str__(self) -> str:
         return self.name
@@ -45,7 +46,7 @@ def checks() -> tuple[Check, ...]:
     return tuple(Check(function.__name__.replace("_", "-"), function) for function in functions)
 
 
-def check_policy(policy: PolicyOrFactory) -> None:
+def check_policy(policy: PolicyOrFactory, *, store: StoreKind = "auto") -> None:
     """Run every check on a policy and report all that fail.
 
     Parameters
@@ -53,6 +54,8 @@ def check_policy(policy: PolicyOrFactory) -> None:
     policy
         A policy object as it is (choose a small budget: 24 with a buffer of 8 takes seconds), a policy
         class (built with these), or a function without arguments that returns a policy.
+    store
+        Where entries live during the runs, as for :class:`~kvkeep.RetentionCache`.
 
     Raises
     ------
@@ -67,7 +70,7 @@ def check_policy(policy: PolicyOrFactory) -> None:
     problems = []
     for check in checks():
         try:
-            check(policy)
+            check(policy, store=store)
         except SkipTest:
             continue
         except Exception as error:

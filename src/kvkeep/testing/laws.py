@@ -8,10 +8,12 @@ from functools import partial
 from unittest import SkipTest
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.engine.attention import restore
+from kvkeep.engine.fitting import store_kind
 from kvkeep.testing.models import left_padded, tokens
 from kvkeep.testing.oracle import oracle_gap
 from kvkeep.testing.subject import Subject, require, shared_model
@@ -58,13 +60,19 @@ def prompts_in_chunks(subject: Subject) -> None:
     if policy.protects_prompt:
         raise SkipTest(f"{policy.name} protects the prompt")
     chunk, count = 7, policy.amount.count
-    run = Subject(policy).run(prompts=(2 * count, 3, count), chunk=chunk)
-    peak = run.cache.trace.peak_entries
+    run = dataclasses.replace(subject, policy=policy).run(prompts=(2 * count, 3, count), chunk=chunk)
+    fullest = max(_most_entries(forward) for forward in run.cache.seen)
     bound = count + max(chunk, policy.buffer)
-    require(peak <= bound, f"{peak} entries at the fullest moment, more than {bound}")
+    require(fullest <= bound, f"{fullest} entries per head at the fullest moment, more than {bound}")
     require(
         run.cache.trace.evictions > 3, "a prompt of twice the budget was read without an eviction per chunk"
     )
+
+
+def _most_entries(seen: dict[int, list[list[Tensor]]]) -> float:
+    """Entries of the fullest row while a forward attends: mean over its layers and heads."""
+    layers = [[[len(head) for head in row] for row in rows] for rows in seen.values()]
+    return float(torch.tensor(layers, dtype=torch.float64).mean(dim=(0, 2)).max())
 
 
 def alone_as_in_a_batch(subject: Subject) -> None:
@@ -84,7 +92,11 @@ def alone_as_in_a_batch(subject: Subject) -> None:
 
 
 def nothing_to_evict_nothing_changed(subject: Subject) -> None:
-    """With room for everything, the result is that of the stock cache, bit for bit on the same back end."""
+    """With room for everything, the result is that of the stock cache, bit for bit on the same back end.
+
+    The paged store attends by a kernel of its own: there the logits are close.
+    """
+    exact = store_kind(subject.store, subject.policy) == "dense"
     policy = subject.policy.with_budget(300) if subject.policy.bounded else subject.policy
     model = shared_model()
     for prompts in ((21, 21), (21, 4)):
@@ -97,13 +109,13 @@ def nothing_to_evict_nothing_changed(subject: Subject) -> None:
         restore(model)
         theirs = torch.cat(feed(model, DynamicCache(config=model.config), ids, mask, lengths), 1)
         require(not cache.noted, "something was evicted although everything fits")
-        if prompts[0] == prompts[1]:
+        if prompts[0] == prompts[1] and exact:
             require(
                 torch.equal(ours, theirs), "logits differ from DynamicCache's although nothing was evicted"
             )
         else:
             gap = float((ours - theirs)[mask.bool()].abs().max())
-            require(gap < _CLOSE, f"padded rows differ by {gap:.2g} from DynamicCache's")
+            require(gap < _CLOSE, f"logits differ by {gap:.2g} from DynamicCache's")
 
 
 def nothing_leaks(subject: Subject) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
+from kvkeep.engine.fitting import StoreKind
 from kvkeep.testing.models import left_padded, tiny_model, tokens
 from kvkeep.testing.watching import Eviction, WatchedCache, feed, pieces
 
@@ -62,12 +63,15 @@ class Subject:
     ----------
     policy
         Its budget is a count, small enough for a tiny model (24 with a buffer of 8, say).
+    store
+        Where entries live, as for the cache.
     """
 
     policy: Policy
+    store: StoreKind = "auto"
 
     @classmethod
-    def of(cls, given: PolicyOrFactory) -> Subject:
+    def of(cls, given: PolicyOrFactory, *, store: StoreKind = "auto") -> Subject:
         """A policy as it is, a class with ``budget=24, buffer=8``, or whatever a function returns."""
         if isinstance(given, type):
             given = given(budget=24, buffer=8)
@@ -77,7 +81,7 @@ class Subject:
             raise ConfigError(f"{given!r} is neither a policy nor something that makes one.")
         if given.bounded and given.amount.entries is None:
             raise ConfigError("the suite needs a budget that is a count: budget=24, buffer=8 runs fast.")
-        return cls(given)
+        return cls(given, store)
 
     @property
     def prompts(self) -> tuple[int, int, int]:
@@ -108,7 +112,9 @@ class Subject:
         """What a cache needs for this policy."""
         if self.policy.traits.log_retention:
             raise SkipTest(f"{self.policy.name} needs trained gates, which the tiny models lack")
-        return {"calibration": _calibration(family)} if self.policy.traits.calibration else {}
+        needed = {"calibration": _calibration(family)} if self.policy.traits.calibration else {}
+        # Pages of five: budgets and buffers of the suite are no multiples of it.
+        return {"store": self.store, "page_size": 5, **needed}
 
     def run(
         self,

@@ -1,0 +1,88 @@
+"""What the engine asks of a store, whichever way it lays entries out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvkeep.core.arrays import IntArray
+
+
+class Memory(Protocol):
+    """What holds the tensors of one or more stores."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is kept per entry, by name."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+
+    @property
+    def metadata_nbytes(self) -> int:
+        """Bytes allocated beside keys and values."""
+
+
+class Store(Protocol):
+    """Entries of one layer (:class:`~kvkeep.cache.DenseStore`, :class:`~kvkeep.cache.PagedStore`)."""
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+
+    @property
+    def held(self) -> IntArray:
+        """Entries, ``[batch, kv_heads]``."""
+
+    @property
+    def longest(self) -> int:
+        """Most entries of any head."""
+
+    @property
+    def memory(self) -> Memory:
+        """What holds the tensors; stores may share it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the entries are."""
+
+    @property
+    def extras(self) -> Any:
+        """Names of what is kept beside keys, values and positions."""
+
+    def padded(self, rows: Sequence[int] | None = None, *names: str) -> dict[str, Tensor]:
+        """What is stored, every head as long as the longest: ``[rows, kv_heads, entries, ...]`` by name."""
+
+    def valid(self, entries: int, rows: Sequence[int] | None = None) -> Tensor:
+        """bool ``[rows, kv_heads, entries]``: slots that hold an entry."""
+
+    def add_extra(self, name: str, amount: Tensor) -> None:
+        """Add float32 ``[batch, kv_heads, entries]`` to a number that is kept per entry."""
+
+    def forget_newest(self, removed: int) -> None:
+        """Forget the newest ``removed`` entries of every head."""
+
+    def select_rows(self, index: Sequence[int]) -> None:
+        """Keep the rows ``index``, in that order, repeats allowed."""
+
+    def check_integrity(self) -> None:
+        """Verify the bookkeeping (reads the device).
+
+        Raises
+        ------
+        CacheIntegrityError
+            If it does not add up.
+        """
+
+
+def allocated(stores: Sequence[Store]) -> tuple[int, int]:
+    """Bytes of keys and values, and bytes beside them, counting shared memory once."""
+    memories = {id(store.memory): store.memory for store in stores}.values()
+    return sum(each.nbytes for each in memories), sum(each.metadata_nbytes for each in memories)
