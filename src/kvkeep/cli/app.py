@@ -15,6 +15,7 @@ from kvkeep.cli import (
     evaluate,
     generate,
     match,
+    perplexity,
     plan,
     policies,
     power,
@@ -38,6 +39,7 @@ app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.command("match")(match.match)
+app.command("perplexity")(perplexity.perplexity)
 app.command("compare")(compare.compare)
 app.add_typer(study.app, name="study")
 app.command("report")(report_page.report)
