@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.retention_cache import RetentionCache
@@ -60,6 +60,7 @@ def decode(
     end_tokens: frozenset[int],
     sampler: Sampler,
     chunk: int | None = None,
+    logits: Tensor | None = None,
 ) -> Iterator[Written]:
     """Write every sequence of a batch to its end.
 
@@ -77,6 +78,8 @@ def decode(
         Chooses the tokens.
     chunk
         Read the prompt so many tokens at a time.
+    logits
+        What :func:`read` returned, if the cache has read the prompt already.
 
     Yields
     ------
@@ -84,8 +87,8 @@ def decode(
         As soon as a sequence ends.
     """
     clock = _Clock(ids.device)
-    logits = _read(model, cache, ids, mask, chunk)
-    read = clock.lap() / len(ids)
+    logits = read(model, cache, ids, mask, chunk) if logits is None else logits
+    read_seconds = clock.lap() / len(ids)
     rows = list(range(len(ids)))
     written: list[list[int]] = [[] for _ in rows]
     lengths = mask.sum(-1)
@@ -108,7 +111,7 @@ def decode(
                 tokens=written[row],
                 ended=by_itself,
                 trace=traces[place],
-                read_seconds=read,
+                read_seconds=read_seconds,
                 write_seconds=spent,
             )
         clock.lap()  # what the consumer did with the texts is not ours
@@ -125,10 +128,23 @@ def decode(
         lengths = lengths + 1
 
 
-def _read(
-    model: PreTrainedModel, cache: RetentionCache, ids: Tensor, mask: Tensor, chunk: int | None
-) -> Tensor:
-    """Read the prompt; logits of its last token."""
+@torch.inference_mode()
+def read(model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Tensor, chunk: int | None = None) -> Tensor:
+    """Read the prompts of a batch.
+
+    Parameters
+    ----------
+    cache
+        Empty; a :class:`~kvkeep.RetentionCache`, or a
+        :class:`~kvkeep.evaluation.shared_reading.SharedReading` of several.
+    ids, mask, chunk
+        As for :func:`decode`.
+
+    Returns
+    -------
+    Tensor
+        Logits of the last tokens, ``[batch, vocabulary]``.
+    """
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     columns = ids.shape[1]
     starts = list(range(0, columns, chunk or columns))
@@ -139,9 +155,7 @@ def _read(
     return logits
 
 
-def _forward(
-    model: PreTrainedModel, cache: RetentionCache, ids: Tensor, mask: Tensor, positions: Tensor
-) -> Tensor:
+def _forward(model: PreTrainedModel, cache: Cache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
     options: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
