@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from kvkeep.benchmarking.memory import PeakMemory, retention_bytes, stock_bytes
-from kvkeep.benchmarking.synthetic import LayerScale, fill_retention, fill_stock
+from kvkeep.benchmarking.synthetic import LayerScale, fill_retention, fill_stock, skew_entries
 from kvkeep.core.policy import Policy
+from kvkeep.engine.fitting import StoreKind
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.retention_cache import RetentionCache
 
@@ -178,8 +179,11 @@ class PolicyArm(DecodeArm):
         steps: int,
         policy: Policy,
         calibration: Any = None,
+        *,
+        store: StoreKind = "auto",
+        name: str = "",
     ) -> None:
-        super().__init__(policy.name if policy.bounded else "full (kvkeep)", model, scene, steps)
+        super().__init__(name or (policy.name if policy.bounded else "full (kvkeep)"), model, scene, steps)
         self.policy = policy
         self.evicts = policy.bounded
         self.cache = RetentionCache(
@@ -189,6 +193,7 @@ class PolicyArm(DecodeArm):
             context=scene.context + steps,
             calibration=calibration,
             profile=True,
+            store=store,
         )
         # From a full budget on there is one eviction per period; before it is full there are fewer.
         self.steady = policy.bounded and scene.context >= self.cache.policy.amount.count
@@ -213,3 +218,23 @@ class PolicyArm(DecodeArm):
     def release(self) -> None:
         """Empty the cache; the object stays."""
         self.cache.reset()
+
+
+class SkewedArm(PolicyArm):
+    """A full paged cache in which one head of each layer holds many times the mean, at the same total.
+
+    Parameters
+    ----------
+    skew
+        Entries of the long head over the mean.
+    """
+
+    def __init__(self, model: PreTrainedModel, scene: Scene, steps: int, policy: Policy, skew: int) -> None:
+        super().__init__(
+            model, scene, steps, policy, store="paged", name=f"paged, one head {skew} times the mean"
+        )
+        self.skew = skew
+
+    def _fill(self) -> None:
+        super()._fill()
+        skew_entries(self.cache, self.skew, seed=self.scene.seed)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from kvkeep.cache import DenseStore, PagedStore
 from kvkeep.core.errors import ConfigError
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.retention_cache import RetentionCache
@@ -132,20 +134,49 @@ def fill_retention(
         store = layer.store
         stored = store.longest
         if limit > stored:
-            entries = slice(0, stored)
-            scale = LayerScale.of(store.keys[:, :, entries], store.values[:, :, entries])
+            real = store.padded(None, "keys", "values")
+            scale = LayerScale.of(real["keys"], real["values"])
             keys, values = scale.draw(batch, limit - stored, generator)
-            if store.capacity < limit:
+            if isinstance(store, DenseStore) and store.capacity < limit:
                 store.resize(cache.evictor.capacity_for(limit))
             positions = spread_positions(read, context, limit - stored, recent=policy.buffer)
             positions = positions.to(keys.device).expand(batch, -1)
-            store.append(keys, values, positions, [limit - stored] * batch, None)
-        for extra in store.extras.values():
-            extra[:, :, :limit].uniform_(generator=generator)
+            store.append(keys, values, positions, [limit - stored] * batch)
+        for name in store.extras:
+            shape = (batch, store.heads, limit)
+            store.add_extra(name, torch.rand(shape, generator=generator, device=store.device))
     rows = cache.rows
     rows.seq_lens = [context] * batch
     rows.columns = context
     rows.reading_prompt = False
+
+
+def skew_entries(cache: RetentionCache, skew: int, *, seed: int) -> None:
+    """Let one head of each layer of a filled paged cache hold ``skew`` times the mean.
+
+    The total of each layer stays; the other heads share the rest alike. Entries are drawn anew.
+    """
+    rows = cache.rows
+    for index, layer in enumerate(cache.managed_layers):
+        store: PagedStore = layer.stored
+        heads, total = store.batch * store.heads, int(store.held.sum())
+        mean = total // heads
+        if heads <= skew:
+            raise ConfigError(
+                f"one of {heads} heads cannot hold {skew} times the mean: use a larger batch, or less skew."
+            )
+        held = np.full(heads, (total - skew * mean) // (heads - 1))
+        held[0] = total - held[1:].sum()
+        sample = store.padded(None, "keys", "values")
+        scale = LayerScale.of(sample["keys"], sample["values"])
+        store.forget_newest(store.longest)
+        generator = seeded(store.device, seed + index)
+        drawn = scale.draw(1, total, generator)
+        entries = {name: each[0, 0] for name, each in zip(("keys", "values"), drawn, strict=True)}
+        entries["positions"] = torch.cat([torch.arange(count) for count in held.tolist()]).to(torch.int32)
+        store.unpack(entries, held.reshape(store.batch, store.heads))
+    rows.seq_lens = [int(held.max())] * len(rows.seq_lens)
+    rows.columns = int(held.max())
 
 
 def spread_positions(first: int, end: int, count: int, *, recent: int) -> Tensor:

@@ -150,6 +150,39 @@ def flat(
     _show(report, as_json, out)
 
 
+@app.command()
+def stores(
+    model: opt.Model = "demo",
+    shape: Shape = None,
+    policy: opt.PolicyText = "vase-attnv",
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens that are read for real; the rest is synthetic.")] = 64,
+    skew: Annotated[int, typer.Option(help="Entries of one long head per layer, over the mean.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Rounds that count, after a warm-up round.")] = 7,
+    budget: Budget = 512,
+    buffer: opt.Buffer = None,
+    dtype: opt.Dtype = "float32",
+    device: opt.Device = "auto",
+    threads: opt.Threads = None,
+    calibration: opt.Calibration = None,
+    seed: opt.Seed = 0,
+    as_json: opt.AsJson = False,
+    out: Out = None,
+) -> None:
+    """What pages cost: the dense and the paged store in turns, with equal and with skewed heads."""
+    chosen = _policies(policy, budget, buffer)
+    if len(chosen) != 1:
+        raise ConfigError(f"--policy {policy!r} names {len(chosen)} policies: the stores run under one.")
+    _check_writable(out)
+    from kvkeep.benchmarking.stores import StoresSettings, run_stores
+
+    settings = StoresSettings(batch=batch, prompt=prompt, skew=skew, rounds=rounds, seed=seed)
+    loaded, statistics = _load(model, shape, dtype, device, threads, seed, calibration)
+    with _progress() as progress:
+        report = run_stores(loaded, chosen[0], settings, calibration=statistics, progress=progress)
+    _show(report, as_json, out)
+
+
 def _cut(text: str) -> list[str]:
     """Cut at commas outside brackets: ``vase-attnv(reserve=0, pool=1),snapkv``."""
     parts, depth = [""], 0
