@@ -61,6 +61,13 @@ PrefillChunk = Annotated[
 Calibration = Annotated[
     Path | None, typer.Option(help="Statistics of this model, written by `kvkeep calibrate`.")
 ]
+Store = Annotated[
+    str,
+    typer.Option(
+        help="dense: one block per layer. paged: pages of a shared pool, a different length per head. auto: "
+        "paged where the policy needs it."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of stochastic policies and of sampling.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads [torch's own choice].")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]

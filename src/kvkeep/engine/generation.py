@@ -12,6 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.arguments import require_model
+from kvkeep.engine.fitting import StoreKind
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.spec import model_spec
 
@@ -51,6 +52,7 @@ def generate(
     seed: int = 0,
     sequence_ids: Sequence[int] | None = None,
     calibration: Any = None,
+    store: StoreKind = "auto",
     **options: Any,
 ) -> tuple[Tensor, RetentionCache]:
     """Run ``model.generate`` on a fresh cache, with ratios and sizes resolved for this very call.
@@ -66,7 +68,7 @@ def generate(
         rows are padded (on the left).
     max_new_tokens
         Most tokens to write per sequence. A budget given as a ratio refers to prompt and new tokens.
-    seed, sequence_ids, calibration
+    seed, sequence_ids, calibration, store
         As in :class:`~kvkeep.RetentionCache`.
     options
         Handed on to ``model.generate`` (sampling, beams, streamer, ``prefill_chunk_size`` …).
@@ -100,6 +102,7 @@ def generate(
         calibration=calibration,
         context=max(lengths) + max_new_tokens,
         rows=rows * copies,
+        store=store,
     )
     output = model.generate(
         **inputs, max_new_tokens=max_new_tokens, **{cache_argument(model): cache}, **options
