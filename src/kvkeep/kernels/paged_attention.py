@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.core.arrays import IntArray
+from kvkeep.kernels import paged_attention_gpu
 
 _log = logging.getLogger("kvkeep")
 _NUMBA_DTYPES = (torch.float32, torch.float64)
@@ -49,6 +50,8 @@ def paged_attention(
         from kvkeep.kernels.paged_attention_cpu import attend
 
         return attend(query, keys, values, table, lens, scale)
+    if query.is_cuda and lens.all() and paged_attention_gpu.can_attend(query, values):
+        return paged_attention_gpu.attend(query, keys, values, table, lens, scale)
     return paged_attention_torch(query, keys, values, table, lens, scale)
 
 
