@@ -32,7 +32,7 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, table: IntArray, lens: IntArray, scale: float
 ) -> Tensor:
     """See :func:`kvkeep.kernels.paged_attention.paged_attention`; every sequence holds an entry."""
-    sequences, group, dim = query.shape
+    group, dim = query.shape[1:]
     size = keys.shape[1]
     wrapper = _wrapper(query.device)
     begins, pages, last = csr(table, lens, size)
