@@ -17,6 +17,7 @@ import typer.main
 import kvkeep
 from kvkeep.cli.app import app
 from kvkeep.core.policy import Policy
+from kvkeep.policies.allocated import SHARES
 
 ROOT = Path(__file__).resolve().parent.parent
 _SECTION = re.compile(r"^(\w[\w ]*)\n-{3,}\n", re.MULTILINE)
@@ -55,9 +56,16 @@ def policy_page() -> str:
         "Generated from the docstrings by `make docs`; `kvkeep policies show NAME` prints the same.",
         "",
     ]
-    for name, policy in kvkeep.available_policies().items():
+    named = {f"## {name}": policy for name, policy in kvkeep.available_policies().items()}
+    named |= {
+        "## Parts: how entries are chosen: `+ top-k`, `+ sample`, `+ reserve`": kvkeep.Composed,
+        "## Parts: how the budget is shared out: " + ", ".join(f"`+ {name}`" for name in SHARES): (
+            kvkeep.Allocated
+        ),
+    }
+    for heading, policy in named.items():
         parts = sections(policy)
-        lines += [f"## {name}", "", f"`kvkeep.{policy.__name__}`", "", plain(parts[""]), ""]
+        lines += [heading, "", f"`kvkeep.{policy.__name__}`", "", plain(parts[""]), ""]
         lines += ["**Options**", ""]
         for entry in re.split(r"\n(?=\S)", parts.get("Parameters", "")):
             option, _, description = entry.partition("\n")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.generation import generate
     from kvkeep.engine.retention_cache import RetentionCache
     from kvkeep.engine.trace import Trace
+    from kvkeep.policies.allocated import Allocated
     from kvkeep.policies.compose import Composed, policy
     from kvkeep.policies.cur import CurDKV
     from kvkeep.policies.expected_attention import ExpectedAttention
@@ -31,6 +32,7 @@ __version__ = "0.1.0.dev0"
 # A name is imported when it is first used, so that `import kvkeep` and `kvkeep --help` do not wait
 # for torch. A new public name stands in three places: above, here and below (a test compares them).
 _HOMES = {
+    "Allocated": "kvkeep.policies.allocated",
     "Budget": "kvkeep.core.budget",
     "Composed": "kvkeep.policies.compose",
     "CurDKV": "kvkeep.policies.cur",
@@ -62,6 +64,7 @@ __all__ = [
     "H2O",
     "RKV",
     "TOVA",
+    "Allocated",
     "Budget",
     "Composed",
     "CurDKV",

@@ -126,7 +126,8 @@ def make_policy(
     ConfigError
         If a name is unknown, a value out of range, or the budget missing.
     """
-    from kvkeep.policies.compose import policy, read_value
+    from kvkeep.policies.compose import policy
+    from kvkeep.policies.text import read_value
 
     given: dict[str, Any] = {}
     for setting in options or []:

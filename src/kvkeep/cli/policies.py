@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,8 @@ def listing(context: typer.Context, as_json: AsJson = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from kvkeep import available_policies
+    from kvkeep.policies.allocated import SHARES
+    from kvkeep.policies.compose import CHOICES
 
     rows = [describe(kind) for kind in available_policies().values()]
     if as_json:
@@ -46,6 +49,13 @@ def listing(context: typer.Context, as_json: AsJson = False) -> None:
     texts = {"policy": 18, "what it does": 20, "evicts": 8, "scope": 5, "needs": 11, "random": 6}
     show_table(names, cells, texts=texts, console=console)
     console.print("`kvkeep policies show NAME` says more. Parts combine: 'triattention + sample + reserve'.")
+    console.print(f"How entries are chosen: {_parts(CHOICES)}.", markup=False, soft_wrap=True)
+    console.print(f"How the budget is shared out: {_parts(SHARES)}.", markup=False, soft_wrap=True)
+
+
+def _parts(parts: Mapping[str, Sequence[str]]) -> str:
+    """Parts as one would write them, ``+ name(option, option)``."""
+    return ", ".join(f"+ {name}" + (f"({', '.join(own)})" if own else "") for name, own in parts.items())
 
 
 @app.command()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from kvkeep.core.budget import Budget
@@ -129,6 +130,11 @@ class Policy(ABC):
     def protects_prompt(self) -> bool:
         """Whether the whole prompt is protected."""
         return self.amount.prompt == "kept"
+
+    def equal_share(self, view: LayerView) -> Tensor:
+        """int64 ``[batch]``: entries that the budget gives to every head of a row alike."""
+        share = view.prompt_lens if self.amount.prompt == "kept" else torch.zeros_like(view.prompt_lens)
+        return share + view.budget
 
     def with_budget(self, budget: int | Budget) -> Self:
         """The same policy with another budget."""

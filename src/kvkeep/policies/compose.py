@@ -4,16 +4,16 @@
     vase-attnv(reserve=128, pool=1)
     triattention + sample + reserve
     snapkv(window=32) + sample(temperature=0.5) + reserve(slots=128, magnitude=l2)
+    snapkv + adaptive-heads(floor=0.2)
+    vase-attnv + whole-model(calibrate=rank, floor=4)
 
 The first part is a registered policy, which gives the score, the trigger and the protection; the parts
-after it change how the entries are chosen.
+after it change how the entries are chosen, and how the budget is shared out.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -27,9 +27,11 @@ from kvkeep.core.policy import Policy
 from kvkeep.core.registry import available_policies
 from kvkeep.core.traits import DecodeTrigger, PrefillTrigger, Traits
 from kvkeep.core.view import LayerView
+from kvkeep.policies.allocated import SHARES, Allocated
+from kvkeep.policies.text import read_parts
 from kvkeep.scoring.standardize import standardize
 from kvkeep.scoring.value_magnitude import MAGNITUDES, Magnitude, value_magnitude
-from kvkeep.selection.reserve import reserve
+from kvkeep.selection.reserve import reserve, reserve_of_share
 from kvkeep.selection.top_k import top_k
 from kvkeep.selection.weighted_sample import weighted_sample
 
@@ -90,7 +92,7 @@ class Composed(Policy):
     def __post_init__(self) -> None:
         if self.choose == "sample" or self.magnitude is not None:
             object.__setattr__(self, "base", self.base.per_layer())
-        for name in ("budget", "buffer", "sinks", "trigger", "prefill"):
+        for name in ("budget", "buffer", "sinks", "trigger", "prefill", "mass", "one_set"):
             object.__setattr__(self, name, getattr(self.base, name))
         object.__setattr__(self, "name", self._label())
         self._require(self.base.bounded, f"{self.base.name} keeps everything, so there is nothing to choose")
@@ -165,10 +167,11 @@ class Composed(Policy):
         if self.magnitude is not None:
             slots = view.budget // 4 if self.slots is None else self.slots
             quota = max(0, min(slots, view.budget - self.recent) - self.sinks)
+            own = reserve_of_share(quota, counts, self.equal_share(view), kept)
             magnitudes = value_magnitude(view.values, self.magnitude)
             if self.base.one_set:
                 magnitudes = magnitudes.mean(1, keepdim=True)
-            kept = kept | reserve(magnitudes, quota, candidates=valid & ~kept)
+            kept = kept | reserve(magnitudes, own, candidates=valid & ~kept)
         rest = valid & ~kept
         if self.choose == "top-k":
             decision = top_k(scores, counts, candidates=rest, kept=kept)
@@ -188,8 +191,8 @@ class Composed(Policy):
 
 
 # What may stand after a "+", with the options each part takes.
-PARTS = {"top-k": (), "sample": ("temperature",), "reserve": ("slots", "magnitude")}
-_PART = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+CHOICES = {"top-k": (), "sample": ("temperature",), "reserve": ("slots", "magnitude")}
+PARTS: dict[str, tuple[str, ...]] = CHOICES | SHARES
 
 
 def policy(text: str, /, **options: Any) -> Policy:
@@ -199,7 +202,8 @@ def policy(text: str, /, **options: Any) -> Policy:
     ----------
     text
         A name of ``kvkeep policies``, with options in brackets if you like, and after it any of
-        ``+ sample``, ``+ reserve``, ``+ top-k``.
+        ``+ sample``, ``+ reserve``, ``+ top-k``, and one of ``+ uniform``, ``+ pyramid``,
+        ``+ adaptive-heads``, ``+ whole-model``.
     options
         Hyper-parameters of the first part, for example ``budget=1024``; they win over those in brackets.
 
@@ -217,7 +221,7 @@ def policy(text: str, /, **options: Any) -> Policy:
     >>> policy("vase-dkv(rank=8) + sample + reserve(slots=64)", budget=512).base.rank
     8
     """
-    (name, given), *parts = [_read_part(part) for part in _split(text)]
+    (name, given), *parts = read_parts(text)
     known = available_policies()
     if name not in known:
         raise UnknownNameError("policy", name, known)
@@ -225,17 +229,25 @@ def policy(text: str, /, **options: Any) -> Policy:
     if not parts:
         return base
     chosen: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
     for part, settings in parts:
         if part not in PARTS:
             raise UnknownNameError("part of a policy", part, PARTS)
         for setting in settings:
             if setting not in PARTS[part]:
                 raise UnknownNameError(f"option of {part}", setting, PARTS[part] or ("none",))
-        if part == "reserve":
+        if part in SHARES:
+            if shared:
+                raise ConfigError(
+                    f"{text!r} shares the budget out twice, by {shared['share']} and {part}: leave one out."
+                )
+            shared = {"share": part} | settings
+        elif part == "reserve":
             chosen |= {"magnitude": "range"} | settings
         else:
             chosen |= {"choose": part} | settings
-    return Composed(base=base, **chosen)
+    answer = Composed(base=base, **chosen) if chosen else base
+    return Allocated(base=answer, **shared) if shared else answer
 
 
 def _build(kind: type[Policy], options: dict[str, Any]) -> Policy:
@@ -252,48 +264,3 @@ def _build(kind: type[Policy], options: dict[str, Any]) -> Policy:
     if missing:
         raise ConfigError(f"{kind.name} needs {', '.join(missing)}: for example {missing[0]}=1024.")
     return kind(**options)
-
-
-def _split(text: str) -> list[str]:
-    """Cut at every ``+`` outside brackets."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character == "(") - (character == ")")
-        if character == "+" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
-
-
-def _read_part(text: str) -> tuple[str, dict[str, Any]]:
-    match = _PART.fullmatch(text)
-    if match is None:
-        raise ConfigError(
-            f"cannot read {text.strip()!r} as a policy: write name, or name(option=value), joined by '+'."
-        )
-    options: dict[str, Any] = {}
-    for setting in filter(None, (piece.strip() for piece in (match.group(2) or "").split(","))):
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"cannot read {setting!r} in {text.strip()!r}: write option=value.")
-        options[key.strip()] = read_value(value.strip())
-    return match.group(1), options
-
-
-def read_value(text: str) -> Any:
-    """Read an option's value: number, true/false, none, or a word as it stands.
-
-    Examples
-    --------
-    >>> read_value("64"), read_value("0.5"), read_value("false"), read_value("l2")
-    (64, 0.5, False, 'l2')
-    """
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, int | float | str) else text

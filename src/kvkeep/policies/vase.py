@@ -15,7 +15,7 @@ from kvkeep.policies.ranked import RankedPolicy
 from kvkeep.scoring.leverage import LEVERAGES, Leverage, gaussian_projection, leverage, squared_norms
 from kvkeep.scoring.value_magnitude import MAGNITUDES, value_magnitude
 from kvkeep.scoring.window_attention import window_attention
-from kvkeep.selection.reserve import reserve
+from kvkeep.selection.reserve import reserve, reserve_of_share
 from kvkeep.selection.top_k import top_k
 from kvkeep.selection.weighted_sample import weighted_sample
 
@@ -65,6 +65,9 @@ class VaSEAttnV(Policy):
 
     Notes
     -----
+    Where an allocation gives heads different counts, a head's reserve grows and shrinks with the slots that
+    it has free beside its protected entries: reserve and sample keep their ratio.
+
     Cost of an eviction: one product of ``buffer`` queries with the stored keys, per layer.
 
     Examples
@@ -155,7 +158,8 @@ class VaSEAttnV(Policy):
         if self.select_by == "attention":
             # Sinks are part of the N_v quota: only the rest of it goes to large values.
             slots = max(0, self.reserve_slots(view.budget) - self.sinks)
-            kept = kept | reserve(self._magnitudes(view), slots, candidates=view.candidates)
+            own = reserve_of_share(slots, counts, self.equal_share(view), kept)
+            kept = kept | reserve(self._magnitudes(view), own, candidates=view.candidates)
         rest = view.valid & ~kept
         if self.select_by == "attention" and self.sample:
             return weighted_sample(

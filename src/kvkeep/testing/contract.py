@@ -212,12 +212,19 @@ def _check(
     counts: Sequence[KeepCounts],
     decisions: Sequence[KeepDecision],
 ) -> None:
-    exact = policy.traits.exact_budget
+    exact, ragged = policy.traits.exact_budget, policy.traits.ragged
+    wanted = held = kept = torch.zeros(())
     for view, count, decision in zip(views, counts, decisions, strict=True):
+        equal = count if exact and not ragged else None
         try:
-            decision.check(valid=view.valid, protected=view.protected, counts=count if exact else None)
+            decision.check(valid=view.valid, protected=view.protected, counts=equal)
         except CacheIntegrityError as error:
             raise AssertionError(str(error)) from error
+        kept = kept + decision.lengths.sum(-1)
+        wanted, held = wanted + count.per_head.sum(-1), held + view.valid.sum((1, 2))
+    if exact and ragged:
+        wanted = torch.minimum(wanted, held)
+        require(torch.equal(kept, wanted), f"{kept.tolist()} entries kept of a total of {wanted.tolist()}")
 
 
 def _kept_positions(view: LayerView, decision: KeepDecision) -> list[list[list[int]]]:

@@ -22,7 +22,7 @@ from kvkeep.core.view import LayerView, protected_mask
 def make_view(
     policy: Policy,
     *,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int | Sequence[int]] | None = None,
     kv_heads: int = 2,
     group: int = 1,
     head_dim: int = 8,
@@ -49,8 +49,8 @@ def make_view(
     policy
         Budget, buffer, protection and traits come from it.
     lengths
-        Entries stored per row; shorter rows end in empty slots. Default: one row of 40, or as many as
-        there are ``keys``.
+        Entries stored per row, or a list of one number per head where heads differ; shorter ones end in
+        empty slots. Default: one row of 40, or as many as there are ``keys``.
     kv_heads, group
         KV heads, and query heads for each of them.
     evicted
@@ -73,13 +73,15 @@ def make_view(
     if keys is not None:
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         lengths = [keys.shape[2]] * keys.shape[0] if lengths is None else lengths
-    lengths = (40,) if lengths is None else lengths
-    batch, entries = len(lengths), max(lengths)
-    seen = list(seq_lens) if seq_lens is not None else [length + evicted for length in lengths]
-    valid = torch.arange(entries) < torch.tensor(list(lengths))[:, None]
-    valid = valid[:, None].expand(-1, kv_heads, -1)
+    sizes = [
+        [each] * kv_heads if isinstance(each, int) else list(each)
+        for each in ((40,) if lengths is None else lengths)
+    ]
+    batch, entries = len(sizes), max(map(max, sizes))
+    seen = list(seq_lens) if seq_lens is not None else [max(row) + evicted for row in sizes]
+    valid = torch.arange(entries) < torch.tensor(sizes)[..., None]
     if positions is None:
-        positions = _positions(lengths, seen, kv_heads, policy, source)
+        positions = _positions(sizes, seen, policy, source)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=source)
@@ -129,19 +131,20 @@ def make_view(
         ),
         traits=traits,
         recorded=recorded,
-        even=min(lengths) == entries,
+        even=min(map(min, sizes)) == entries,
         recent_kept=policy.recent,
     )
 
 
 def _positions(
-    lengths: Sequence[int], seen: Sequence[int], heads: int, policy: Policy, source: torch.Generator
+    sizes: Sequence[Sequence[int]], seen: Sequence[int], policy: Policy, source: torch.Generator
 ) -> Tensor:
-    positions = torch.zeros(len(lengths), heads, max(lengths), dtype=torch.int64)
-    for row, (length, total) in enumerate(zip(lengths, seen, strict=True)):
-        recent = min(max(policy.recent, policy.buffer), length)
-        sinks = min(policy.sinks, length - recent)
-        for head in range(heads):
+    slots = max(map(max, sizes))
+    positions = torch.zeros(len(sizes), len(sizes[0]), slots, dtype=torch.int64)
+    for row, (lengths, total) in enumerate(zip(sizes, seen, strict=True)):
+        for head, length in enumerate(lengths):
+            recent = min(max(policy.recent, policy.buffer), length)
+            sinks = min(policy.sinks, length - recent)
             middle = torch.randperm(total - recent - sinks, generator=source)[: length - recent - sinks]
             kept = (
                 torch.arange(sinks),
@@ -149,9 +152,7 @@ def _positions(
                 torch.arange(total - recent, total),
             )
             positions[row, head, :length] = torch.cat(kept)
-            positions[row, head, length:] = torch.randint(
-                0, total, (max(lengths) - length,), generator=source
-            )
+            positions[row, head, length:] = torch.randint(0, total, (slots - length,), generator=source)
     return positions
 
 
@@ -184,10 +185,11 @@ def kept(decision: KeepDecision) -> list[list[list[int]]]:
 
 def row_of(view: LayerView, row: int) -> dict[str, Any]:
     """One row of a view without its padding, as keyword arguments of another ``make_view``."""
-    length = int(view.valid[row, 0].sum())
+    sizes = view.valid[row].sum(-1).tolist()
+    length = max(sizes)
     pick = slice(row, row + 1)
     alone: dict[str, Any] = {
-        "lengths": [length],
+        "lengths": [sizes],
         "keys": view.keys[pick, :, :length],
         "values": view.values[pick, :, :length],
         "positions": view.positions[pick, :, :length],
