@@ -96,7 +96,7 @@ WAYS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @given(store=stores())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_reference(way: str, store: list[list[list[reference.Head]]]) -> None:
     """One entry too many in one head is one too few in another: every count, of every row."""
     ours, theirs = WAYS[way]
@@ -109,7 +109,7 @@ def test_reference(way: str, store: list[list[list[reference.Head]]]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @given(store=stores())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_conserved_within_bounds_and_alone_as_in_a_batch(
     way: str, store: list[list[list[reference.Head]]]
 ) -> None:
@@ -131,7 +131,7 @@ def test_conserved_within_bounds_and_alone_as_in_a_batch(
 
 
 @given(store=stores(), threshold=st.sampled_from([-1.0, 0.0, 1.0, 5.0]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_threshold(store: list[list[list[reference.Head]]], threshold: float) -> None:
     """Protected or good enough: nothing else counts."""
     counts = above_threshold(pool_of(store), threshold=threshold)
