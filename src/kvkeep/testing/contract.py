@@ -58,6 +58,8 @@ def rebuilt_from_options(subject: Subject) -> None:
     missing = {field.name for field in dataclasses.fields(policy) if field.init} - policy.options().keys()
     require(not missing, f"options() leaves out {sorted(missing)}")
     require(kind(**policy.options()) == policy, "kind(**policy.options()) differs from the policy")
+    if any(isinstance(value, Policy) for value in policy.options().values()):
+        return  # a composition: logs write its parts out
     try:
         text = json.dumps(policy.options())
     except TypeError as error:
