@@ -15,7 +15,7 @@ import json
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -98,12 +98,12 @@ def calibrate(runs: Path, model: str) -> Path:
 # -- likelihood of text -----------------------------------------------------------------------------------
 
 
-def run_text(runs: Path, model: str, window: int, calibration: Path) -> None:
+def run_text(runs: Path, model: str, window: int, budgets: Sequence[int], calibration: Path) -> None:
     """One command for the full cache, and one for each policy and budget."""
     paths = [str(path) for path in texts(runs)]
     common = ["--model", model, "--window", str(window), "--limit", "1", "--threads", "1", "--json"]
     todo: list[tuple[str, int | None]] = [("full", None)]
-    todo += [(name, budget) for budget in BUDGETS for name in arms()]
+    todo += [(name, budget) for budget in budgets for name in arms()]
     todo = [one for one in todo if not text_file(runs, *one).exists()]
     begin = time.monotonic()
     for done, (name, budget) in enumerate(todo, 1):
@@ -169,26 +169,32 @@ def run_needles(runs: Path, model: str, count: int, calibration: Path) -> None:
         "chunk": CHUNK,
         "policies": {name: plain(policy.options()) for name, policy in chosen.items()},
     }
-    for length in LENGTHS:
-        log = runs / "needle" / f"{length}.jsonl"
-        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        known = {row["id"] for row in rows}
-        tasks = needles(length, count, loaded)
-        write(
-            log.with_suffix(".header.json"),
-            json.dumps({**facts, "task": "needle", "length": length, "ids": [one.id for _, one in tasks]}),
+    tasks = {length: needles(length, count, loaded) for length in LENGTHS}
+    logs = {length: runs / "needle" / f"{length}.jsonl" for length in LENGTHS}
+    rows = {
+        length: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        for length, log in logs.items()
+    }
+    for length, log in logs.items():
+        ids = [problem.id for _, problem in tasks[length]]
+        header = json.dumps({**facts, "task": "needle", "length": length, "ids": ids})
+        write(log.with_suffix(".header.json"), header)
+    known = {row["id"] for of_length in rows.values() for row in of_length}
+    # Lengths in turns and depths in strides: whenever it is stopped, what is there is balanced.
+    order = [place for start in range(3) for place in range(start, count, 3)]
+    todo = [(length, *tasks[length][place]) for place in order for length in LENGTHS]
+    todo = [one for one in todo if one[2].id not in known]
+    begin = time.monotonic()
+    for done, (length, task, problem) in enumerate(todo, 1):
+        rows[length].append(answer(loaded, chosen, statistics, task, problem))
+        write(logs[length], "".join(json.dumps(row) + "\n" for row in rows[length]))
+        last = rows[length][-1]
+        right = sum(one["correct"] for one in last["arms"].values())
+        note(
+            f"needle {length} {done}/{len(todo)}: {right}/{len(chosen)} right, full "
+            f"{last['arms']['full']['text']!r}, read {last['read_seconds']} s, wrote "
+            f"{last['write_seconds']} s, {left(begin, done, len(todo))}"
         )
-        todo = [one for one in tasks if one[1].id not in known]
-        begin = time.monotonic()
-        for done, (task, problem) in enumerate(todo, 1):
-            rows.append(answer(loaded, chosen, statistics, task, problem))
-            write(log, "".join(json.dumps(row) + "\n" for row in rows))
-            right = sum(one["correct"] for one in rows[-1]["arms"].values())
-            note(
-                f"needle {length} {done}/{len(todo)}: {right}/{len(chosen)} right, full "
-                f"{rows[-1]['arms']['full']['text']!r}, read {rows[-1]['read_seconds']} s, wrote "
-                f"{rows[-1]['write_seconds']} s, {left(begin, done, len(todo))}"
-            )
 
 
 def answer(
@@ -245,6 +251,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--problems", type=int, default=10, help="needles of each length")
     parser.add_argument("--only", choices=("text", "needle"), help="only this part")
+    parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS), help="of text")
     parser.add_argument("--out", type=Path, default=Path("docs/results/smollm2.md"))
     given = parser.parse_args()
     if given.what == "page":
@@ -252,7 +259,7 @@ def main() -> None:
         return
     calibration = calibrate(given.runs, given.model)
     if given.only != "needle":
-        run_text(given.runs, given.model, given.window, calibration)
+        run_text(given.runs, given.model, given.window, given.budgets, calibration)
     if given.only != "text":
         run_needles(given.runs, given.model, given.problems, calibration)
 
