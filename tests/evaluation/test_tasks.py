@@ -16,6 +16,7 @@ import pytest
 
 from kvkeep.core.errors import ConfigError, DataFileError, UnknownNameError
 from kvkeep.evaluation.prompts import prompt_template
+from kvkeep.evaluation.splits import hash_order, part_of
 from kvkeep.evaluation.tasks.data_files import DataFile, read_rows
 from kvkeep.evaluation.tasks.gpqa_diamond import shuffled
 from kvkeep.evaluation.tasks.livecodebench import LiveCodeBench, read_tests
@@ -144,6 +145,26 @@ def test_generated_prompts_fill_the_length_they_were_asked_for(text: str) -> Non
     again: Any = make_task(text)
     again.bind(lambda prompt: 2 * len(prompt.split()))
     assert again.all_problems() == problems
+
+
+def test_only_the_problems_that_are_asked_for_are_made() -> None:
+    """A needle of 4,096 tokens takes a second to make, and 200 of them would be made to ask one."""
+    task, other = (make_task("needle(length=200, count=30)") for _ in range(2))
+    counted: list[str] = []
+
+    def count(text: str) -> int:
+        counted.append(text)
+        return len(text.split())
+
+    task.bind(count)
+    some = task.problems("dev", 3)
+    spent = len(counted)
+    wanted = {problem.id: problem for problem in other.all_problems() if part_of(problem.id) == "dev"}
+    assert some == [wanted[name] for name in hash_order(wanted)[:3]]
+    assert task.problems("dev", 3) == some
+    assert len(counted) == spent
+    assert task.problems("dev") == [wanted[name] for name in hash_order(wanted)]
+    assert len(counted) > 2 * spent
 
 
 def test_needles_are_graded_by_the_number() -> None:

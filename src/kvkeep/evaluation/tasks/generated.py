@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from kvkeep.core.errors import ConfigError
+from kvkeep.evaluation.records import SplitPart
+from kvkeep.evaluation.splits import hash_order, part_of
 from kvkeep.evaluation.tasks.base import Grade, Problem, Task
 
 _WHO = (
@@ -86,11 +88,11 @@ class GeneratedTask(Task):
         self.length, self.count, self.seed = length, count, seed
         self.max_new = self.answer_tokens
         self._count_tokens: Callable[[str], int] = lambda text: len(text.split())
-        self._problems: list[Problem] | None = None
+        self._made: dict[int, Problem] = {}
         self._sentences: int | None = None
 
     def bind(self, count_tokens: Callable[[str], int]) -> None:
-        self._count_tokens, self._problems, self._sentences = count_tokens, None, None
+        self._count_tokens, self._made, self._sentences = count_tokens, {}, None
 
     def options(self) -> dict[str, Any]:
         """What decides the problems."""
@@ -106,9 +108,18 @@ class GeneratedTask(Task):
         return f"{self.name}/{self.length}/{self.seed}"
 
     def all_problems(self) -> Sequence[Problem]:
-        if self._problems is None:
-            self._problems = [self._make(index) for index in range(self.count)]
-        return self._problems
+        return [self._problem(index) for index in range(self.count)]
+
+    def problems(self, part: SplitPart, limit: int | None = None) -> list[Problem]:
+        """As for every task; only those that are asked for are made, for a long one takes its time."""
+        names = {f"{self.label}/{index}": index for index in range(self.count)}
+        ordered = hash_order([name for name in names if part_of(name) == part])
+        return [self._problem(names[name]) for name in ordered[:limit]]
+
+    def _problem(self, index: int) -> Problem:
+        if index not in self._made:
+            self._made[index] = self._make(index)
+        return self._made[index]
 
     @abstractmethod
     def compose(self, rng: random.Random, sentences: list[str]) -> tuple[str, str, dict[str, Any]]:
