@@ -67,8 +67,8 @@ def page(given: argparse.Namespace) -> None:
         f"problems x {header.draws} draws, {trace.entries(given.share)} entries of the chain per head on "
         f"average (1/{given.share} of it), buffer {trace.BUFFER}, prompt kept on top. Equal heads are the "
         "runs of [trace.md](trace.md). Scores in percent with the 95 % interval over problems; differences "
-        f"to equal heads are paired by problem, p corrected by Holm over {len(tests)} comparisons. Written by "
-        "`python scripts/allocation_results.py run` and `… page`; headers in `allocation-headers.jsonl`.",
+        f"to equal heads are paired by problem, p corrected by Holm over {len(tests)} comparisons. Written "
+        "by `python scripts/allocation_results.py run` and `… page`; headers in `allocation-headers.jsonl`.",
         "",
         "| policy | mean cache | score | hot | warm | dormant | against equal heads |",
         "|---" * 7 + "|",
