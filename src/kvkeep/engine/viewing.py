@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
+from kvkeep.cache.store import Store
 from kvkeep.core.random import RandomStream
 from kvkeep.core.view import LayerView, QueryMoments, protected_mask
 
@@ -32,7 +34,8 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
 
     seq_lens = torch.tensor([cache.rows.seq_lens[row] for row in rows], device=device)
     prompt_lens = torch.tensor([cache.rows.prompt_lens[row] for row in rows], device=device)
-    stored = store.padded(None if everyone else rows)
+    chosen = None if everyone else rows
+    stored = store.padded(chosen, "positions", *(f"extra.{name}" for name in store.extras))
     positions = stored["positions"].long()
     valid = store.valid(entries, rows)
     ring, sums = layer.recorder.ring, layer.recorder.sums
@@ -58,10 +61,10 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
             layer=layer.index,
             evictions=torch.tensor([layer.evictions[row] for row in rows], device=device),
         )
-    return LayerView(
+    return StoredView(
+        store=store,
+        rows=chosen,
         layer=layer.index,
-        keys=stored["keys"],
-        values=stored["values"],
         positions=positions,
         valid=valid,
         seq_lens=seq_lens,
@@ -81,6 +84,29 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
         even=bool((held == entries).all()),
         recent_kept=policy.recent,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredView(LayerView):
+    """A view that fetches keys and values when they are first read: pages must be copied to be looked at.
+
+    Parameters
+    ----------
+    store, rows
+        Where from; ``None`` for all rows.
+    """
+
+    store: Store
+    rows: Sequence[int] | None
+    keys: Tensor = field(init=False, repr=False)
+    values: Tensor = field(init=False, repr=False)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in ("keys", "values"):
+            raise AttributeError(name)
+        tensor = self.store.padded(self.rows, name)[name]
+        object.__setattr__(self, name, tensor)
+        return tensor
 
 
 class LayerViews(Sequence[LayerView]):

@@ -35,7 +35,7 @@ def copy_view(view: LayerView) -> LayerView:
     def copied(value: Any) -> Any:
         return value.clone() if isinstance(value, Tensor) else value
 
-    fields = {field.name: copied(getattr(view, field.name)) for field in dataclasses.fields(view)}
+    fields = {field.name: copied(getattr(view, field.name)) for field in dataclasses.fields(LayerView)}
     fields["recorded"] = {name: copied(value) for name, value in view.recorded.items()}
     return LayerView(**fields)
 
