@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvkeep.cache.store import allocated
 from kvkeep.core.errors import CacheError, ConfigError, UnsupportedError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.arguments import require_calibration, require_ids, require_model, require_whole
@@ -20,6 +19,7 @@ from kvkeep.engine.dense_layer import DenseLayer
 from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.fitting import StoreKind, fit, store_kind
 from kvkeep.engine.layer import RetentionLayer
+from kvkeep.engine.measured import allocated_bytes, trace_of
 from kvkeep.engine.paged_layer import PagedLayer
 from kvkeep.engine.persistence import load_cache, save_cache
 from kvkeep.engine.pools import Pools
@@ -195,7 +195,7 @@ class RetentionCache(Cache):
         if self._row_counter is not None:
             self._row_counter.held(layer.place, held)
         if last:
-            counter.peak_bytes = max(counter.peak_bytes, self._allocated()[0])
+            counter.peak_bytes = max(counter.peak_bytes, allocated_bytes(self)[0])
         evicted = self.evictor.after_layer(layer, step)
         if last:
             if self.evictor.after_model(layers, step) or evicted:
@@ -208,40 +208,12 @@ class RetentionCache(Cache):
             self.rows.columns += step.query_len
             self._step = None
 
-    def _allocated(self) -> tuple[int, int]:
-        return allocated([layer.store for layer in self.managed_layers if layer.store is not None])
-
     # -- the user's side ------------------------------------------------------------------------
 
     @property
     def trace(self) -> Trace:
         """What was measured so far."""
-        counter, (held, beside) = self.counter, self._allocated()
-        steps = max(counter.steps, 1)
-        native = sum(
-            tensor.nbytes
-            for index, layer in enumerate(self.layers)
-            if index not in self.spec.managed
-            for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
-            if isinstance(tensor, Tensor)
-        )
-        means = counter.sums / steps
-        return Trace(
-            policy=self.policy.name,
-            requested=str(self.policy.amount) if self.policy.bounded else "everything",
-            tokens=tuple(self.rows.seq_lens),
-            steps=counter.steps,
-            mean_entries=float(means.mean()),
-            peak_entries=int(counter.peaks.max(initial=0)),
-            mean_by_layer_head=means.tolist(),
-            peak_by_layer_head=counter.peaks.tolist(),
-            evictions=counter.evictions,
-            kv_bytes=held,
-            peak_kv_bytes=max(counter.peak_bytes, held),
-            metadata_bytes=beside + sum(layer.recorder.nbytes for layer in self.managed_layers),
-            native_bytes=native,
-            layers=self.spec.managed,
-        )
+        return trace_of(self)
 
     @property
     def row_traces(self) -> list[RowTrace]:
