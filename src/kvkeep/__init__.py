@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.policies.allocated import Allocated
     from kvkeep.policies.compose import Composed, policy
     from kvkeep.policies.cur import CurDKV
+    from kvkeep.policies.db_trim_kv import DBTrimKV
     from kvkeep.policies.expected_attention import ExpectedAttention
     from kvkeep.policies.full import Full
     from kvkeep.policies.h2o import H2O
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.policies.streaming_llm import StreamingLLM
     from kvkeep.policies.tova import TOVA
     from kvkeep.policies.triattention import TriAttention
+    from kvkeep.policies.trim_kv import TrimKV
     from kvkeep.policies.vase import VaSEAttnV, VaSEDKV
 
 __version__ = "0.1.0.dev0"
@@ -36,6 +38,7 @@ _HOMES = {
     "Budget": "kvkeep.core.budget",
     "Composed": "kvkeep.policies.compose",
     "CurDKV": "kvkeep.policies.cur",
+    "DBTrimKV": "kvkeep.policies.db_trim_kv",
     "ExpectedAttention": "kvkeep.policies.expected_attention",
     "Full": "kvkeep.policies.full",
     "H2O": "kvkeep.policies.h2o",
@@ -50,6 +53,7 @@ _HOMES = {
     "TOVA": "kvkeep.policies.tova",
     "Trace": "kvkeep.engine.trace",
     "TriAttention": "kvkeep.policies.triattention",
+    "TrimKV": "kvkeep.policies.trim_kv",
     "VaSEAttnV": "kvkeep.policies.vase",
     "VaSEDKV": "kvkeep.policies.vase",
     "available_policies": "kvkeep.core.registry",
@@ -68,6 +72,7 @@ __all__ = [
     "Budget",
     "Composed",
     "CurDKV",
+    "DBTrimKV",
     "ExpectedAttention",
     "Full",
     "KeyDiff",
@@ -79,6 +84,7 @@ __all__ = [
     "StreamingLLM",
     "Trace",
     "TriAttention",
+    "TrimKV",
     "VaSEAttnV",
     "VaSEDKV",
     "available_policies",
@@ -91,7 +97,7 @@ __all__ = [
 
 
 # Rooms that are called by name, as in kvkeep.calibration.load(path).
-_ROOMS = ("calibration",)
+_ROOMS = ("calibration", "gates")
 
 
 def __getattr__(name: str) -> Any:

@@ -25,9 +25,11 @@ NEW = 20
 
 
 def policies(model: PreTrainedModel, prefill: str) -> list[Policy]:
-    """Every policy there is, as far as it runs on the model."""
+    """Every policy there is, as far as it runs on the model: there are no gates for it."""
     chosen = []
-    for name in kvkeep.available_policies():
+    for name, kind in kvkeep.available_policies().items():
+        if kind(budget=24, buffer=8).traits.trained:
+            continue
         options: dict[str, Any] = {"protect_prompt": False} if name == "triattention" else {}
         chosen.append(make(name, budget=24, buffer=8, prefill=prefill, **options))
     return chosen

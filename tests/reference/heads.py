@@ -25,6 +25,7 @@ class Head:
     queries: list[list[Vector]]  # [query head of the group][window]
     query_positions: list[int]
     attention_sum: list[float]
+    log_retention: list[float]
 
     @property
     def size(self) -> int:
@@ -52,6 +53,7 @@ def heads(view: LayerView) -> list[list[Head]]:
                 mine = view.queries[row, number * group : (number + 1) * group]
                 queries, times = mine.double().tolist(), view.query_positions[row].tolist()
             sums = view.attention_sum[row, number, :size].tolist() if traits.attention_sum else []
+            decay = view.log_retention[row, number, :size].tolist() if traits.log_retention else []
             answer[-1].append(
                 Head(
                     row=row,
@@ -64,6 +66,7 @@ def heads(view: LayerView) -> list[list[Head]]:
                     queries=queries,
                     query_positions=times,
                     attention_sum=sums,
+                    log_retention=decay,
                 )
             )
     return answer

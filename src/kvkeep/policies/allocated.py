@@ -194,7 +194,7 @@ class Allocated(Policy):
 
     def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
         """Score, check the scores, allocate, select; equal shares are left to the base."""
-        if self.share == "uniform":
+        if self.share == "uniform" and not self.base.traits.ragged:
             return self.base.decide(views, counts)
         return super().decide(views, counts)
 

@@ -19,12 +19,14 @@ def with_contents(
     values: Callable[[Tensor], Tensor],
     queries: Callable[[Tensor], Tensor],
 ) -> LayerView:
-    """The view with other numbers in keys, values and queries; received attention is equal for all."""
+    """The view with other numbers in keys, values and queries; attention and retention are equal for all."""
     recorded = dict(view.recorded)
     if "queries" in recorded:
         recorded["queries"] = queries(recorded["queries"])
     if "attention_sum" in recorded:
         recorded["attention_sum"] = torch.ones_like(recorded["attention_sum"])
+    if "log_retention" in recorded:
+        recorded["log_retention"] = torch.zeros_like(recorded["log_retention"])
     return replace(view, keys=keys(view.keys), values=values(view.values), recorded=recorded)
 
 

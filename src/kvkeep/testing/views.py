@@ -66,7 +66,7 @@ def make_view(
         Given instead of random: ``[batch, kv_heads, entries, dim]`` and so on.
     recorded
         Further fields by name (``queries``, ``query_positions``, ``attention_sum``, ``calibration`` …);
-        queries, attention sums and the random stream are made when the traits ask for them.
+        queries, attention sums, retentions and the random stream are made when the traits ask for them.
     """
     source = torch.Generator().manual_seed(seed)
     traits = policy.traits
@@ -103,6 +103,9 @@ def make_view(
     if traits.attention_sum and "attention_sum" not in recorded:
         total = torch.rand(batch, kv_heads, entries, generator=source)
         recorded["attention_sum"] = torch.where(valid, total, 100.0)
+    if traits.log_retention and "log_retention" not in recorded:
+        decay = torch.rand(batch, kv_heads, entries, generator=source)
+        recorded["log_retention"] = torch.where(valid, -0.1 * decay, -100.0)
     if traits.random and "random" not in recorded:
         recorded["random"] = RandomStream.derive(
             seed=run_seed,
@@ -171,7 +174,8 @@ def decide(policy: Policy, view: LayerView, count: int | Sequence[int] | None = 
     """Score and select as the engine would, with the decision checked."""
     counts = make_counts(view, count)
     decision = policy.decide([view], [counts])[0]
-    decision.check(valid=view.valid, protected=view.protected, counts=counts)
+    wanted = None if policy.traits.ragged else counts
+    decision.check(valid=view.valid, protected=view.protected, counts=wanted)
     return decision
 
 

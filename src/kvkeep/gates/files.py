@@ -1,0 +1,93 @@
+"""Gates on disk: one safetensors file with a JSON header that says which model they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.core.errors import DataFileError
+from kvkeep.core.files import read_tensors, write_tensors
+from kvkeep.core.spec import ModelSpec
+from kvkeep.gates.modules import RetentionGates
+from kvkeep.gates.shape import GateShape
+
+_KIND = "gates"
+_FORMAT = 1
+
+
+def save(
+    gates: RetentionGates, path: str | os.PathLike[str], *, training: Mapping[str, Any] | None = None
+) -> None:
+    """Write gates, whole or not at all.
+
+    Parameters
+    ----------
+    training
+        Where they come from: anything that JSON can hold.
+    """
+    shape = dataclasses.asdict(gates.shape) | {"layers": list(gates.shape.layers)}
+    write_tensors(
+        path, _KIND, gates.state_dict(), {"format": _FORMAT, "shape": shape, "training": dict(training or {})}
+    )
+
+
+def load(path: str | os.PathLike[str], spec: ModelSpec | None = None) -> RetentionGates:
+    """Read gates that :func:`save` wrote, on the CPU and ready for inference.
+
+    A last projection that is meant to be shared may stand in the file once, or once per layer: equal copies
+    become one again, different ones are kept as they are.
+
+    Parameters
+    ----------
+    path
+        The file.
+    spec
+        Check right away that the gates fit this model; :class:`~kvkeep.RetentionCache` checks in any case.
+
+    Raises
+    ------
+    DataFileError
+        If the file is missing, damaged, of another kind or format, or made for another model: the message
+        names what differs.
+    """
+    tensors, header = read_tensors(path, _KIND)
+    if header.get("format") != _FORMAT:
+        raise DataFileError(
+            f"{path} has gate format {header.get('format')!r}; this version reads {_FORMAT}: save the gates "
+            "with this version of kvkeep."
+        )
+    try:
+        facts = dict(header["shape"])
+        shape = GateShape(**facts | {"layers": tuple(facts["layers"])})
+        shape, tensors = _tie(shape, tensors)
+        gates = RetentionGates(shape)
+        gates.load_state_dict(tensors)
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+            raise ValueError("a number is not finite")
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DataFileError(f"{path} is not a whole gate file ({error}): save the gates again.") from error
+    reasons = [] if spec is None else gates.check(spec)
+    if spec is not None and reasons:
+        raise DataFileError(
+            f"{path} does not fit this {spec.model_type!r} model: {'; '.join(reasons)}. Take gates that were "
+            "trained for it."
+        )
+    return gates.eval().requires_grad_(False)
+
+
+def _tie(shape: GateShape, tensors: dict[str, Tensor]) -> tuple[GateShape, dict[str, Tensor]]:
+    """Bring a projection that is written once per layer back to one, if its copies are equal."""
+    copies = [(f"layers.{index}.out.weight", f"layers.{index}.out.bias") for index in shape.layers]
+    if shape.architecture == "rg" or not all(name in tensors for pair in copies for name in pair):
+        return shape, tensors
+    weight, bias = (tensors[name] for name in copies[0])
+    same = all(torch.equal(tensors[w], weight) and torch.equal(tensors[b], bias) for w, b in copies)
+    if not same:
+        return dataclasses.replace(shape, tied=False), tensors
+    rest = {name: tensor for name, tensor in tensors.items() if ".out." not in name}
+    return dataclasses.replace(shape, tied=True), rest | {"shared.weight": weight, "shared.bias": bias}
