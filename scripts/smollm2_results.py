@@ -151,7 +151,7 @@ def encode(loaded: Loaded, text: str) -> list[int]:
     return ids
 
 
-def run_needles(runs: Path, model: str, count: int, calibration: Path) -> None:
+def run_needles(runs: Path, model: str, count: int, lengths: Sequence[int], calibration: Path) -> None:
     """Read each prompt once, answer under every policy and budget."""
     loaded = load_model(resolve(model, note), dtype="float32", attention="sdpa", device="cpu", threads=1)
     statistics = load_calibration(calibration, loaded)
@@ -169,8 +169,8 @@ def run_needles(runs: Path, model: str, count: int, calibration: Path) -> None:
         "chunk": CHUNK,
         "policies": {name: plain(policy.options()) for name, policy in chosen.items()},
     }
-    tasks = {length: needles(length, count, loaded) for length in LENGTHS}
-    logs = {length: runs / "needle" / f"{length}.jsonl" for length in LENGTHS}
+    tasks = {length: needles(length, count, loaded) for length in lengths}
+    logs = {length: runs / "needle" / f"{length}.jsonl" for length in lengths}
     rows = {
         length: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         for length, log in logs.items()
@@ -182,7 +182,7 @@ def run_needles(runs: Path, model: str, count: int, calibration: Path) -> None:
     known = {row["id"] for of_length in rows.values() for row in of_length}
     # Lengths in turns and depths in strides: whenever it is stopped, what is there is balanced.
     order = [place for start in range(3) for place in range(start, count, 3)]
-    todo = [(length, *tasks[length][place]) for place in order for length in LENGTHS]
+    todo = [(length, *tasks[length][place]) for place in order for length in lengths]
     todo = [one for one in todo if one[2].id not in known]
     begin = time.monotonic()
     for done, (length, task, problem) in enumerate(todo, 1):
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--problems", type=int, default=10, help="needles of each length")
+    parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of needles")
     parser.add_argument("--only", choices=("text", "needle"), help="only this part")
     parser.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS), help="of text")
     parser.add_argument("--out", type=Path, default=Path("docs/results/smollm2.md"))
@@ -261,7 +262,7 @@ def main() -> None:
     if given.only != "needle":
         run_text(given.runs, given.model, given.window, given.budgets, calibration)
     if given.only != "text":
-        run_needles(given.runs, given.model, given.problems, calibration)
+        run_needles(given.runs, given.model, given.problems, given.lengths, calibration)
 
 
 if __name__ == "__main__":
