@@ -102,6 +102,8 @@ def text_part(runs: Path, headers: list[dict[str, Any]]) -> list[str]:
 
 def proportion(rights: list[bool]) -> str:
     """Right answers and Wilson's interval."""
+    if len(rights) < 2:
+        return f"{sum(rights)}/{len(rights)}"
     values = np.array(rights, dtype=float)
     names = tuple(str(place) for place in range(len(values)))
     ones = np.ones(len(values), dtype=np.int64)
@@ -121,7 +123,7 @@ def needle_part(runs: Path, headers: list[dict[str, Any]]) -> list[str]:
         headers.append(json.loads(log.with_suffix(".header.json").read_text()) | {"problems": len(rows)})
         prompt = np.mean([row["prompt_tokens"] for row in rows])
         lines += [
-            f"### {length} tokens ({len(rows)} needles, prompts of {prompt:.0f} tokens on average)",
+            f"### {length} tokens (needles: {len(rows)}; prompts of {prompt:.0f} tokens on average)",
             "",
             "| policy | "
             + " | ".join(f"found, {b} | nats per digit, {b} | mean cache, {b}" for b in BUDGETS)
@@ -138,7 +140,8 @@ def needle_part(runs: Path, headers: list[dict[str, Any]]) -> list[str]:
 
         empty = " | | | " * (len(BUDGETS) - 1)
         lines.append(f"| full | {cells('full')[1]}{empty}|".replace("  ", " "))
-        ranked = sorted(arms(), key=lambda name, of=cells: sum(of(f"{name}/{b}")[0] for b in BUDGETS))
+        ranked = [name for name in arms() if f"{name}/{BUDGETS[0]}" in rows[0]["arms"]]
+        ranked = sorted(ranked, key=lambda name, of=cells: sum(of(f"{name}/{b}")[0] for b in BUDGETS))
         lines += [
             f"| {name} | " + " | ".join(cells(f"{name}/{budget}")[1] for budget in BUDGETS) + " |"
             for name in ranked
@@ -159,16 +162,7 @@ def page(runs: Path, out: Path) -> None:
     text, needle = text_part(runs, headers), needle_part(runs, headers)
     full = headers[0]
     listed = ", ".join(f"`{one['name']}` ({one['sha256'][:12]})" for one in full["texts"])
-    lines = [
-        "# SmolLM2-135M-Instruct under every policy",
-        "",
-        f"Model {full['model']}, weights {full['model_sha256'][:12]}, float32, one thread. Buffer {BUFFER}, "
-        "prompt counted in the budget, options otherwise the policies' own (`triattention` without its "
-        "protection of prompts, which a prompt above the budget rules out). Statistics for `triattention` "
-        "and `set-diversity`: docstrings of the standard library. Written by "
-        "`python scripts/smollm2_results.py run` and `… page`; the headers of all runs, commands included, "
-        "are in `smollm2-headers.jsonl`.",
-        "",
+    reading = [
         "## Log-likelihood of text",
         "",
         f"The first {full['window']} tokens of {len(full['texts'])} chapters of the Python reference that "
@@ -180,6 +174,18 @@ def page(runs: Path, out: Path) -> None:
         "cache it is its own nats on those tokens.",
         "",
         *text,
+    ]
+    lines = [
+        "# SmolLM2-135M-Instruct under every policy",
+        "",
+        f"Model {full['model']}, weights {full['model_sha256'][:12]}, float32, one thread. Buffer {BUFFER}, "
+        "prompt counted in the budget, options otherwise the policies' own (`triattention` without its "
+        "protection of prompts, which a prompt above the budget rules out). Statistics for `triattention` "
+        "and `set-diversity`: docstrings of the standard library. Written by "
+        "`python scripts/smollm2_results.py run` and `… page`; the headers of all runs, commands included, "
+        "are in `smollm2-headers.jsonl`.",
+        "",
+        *(reading if text else []),
         "## Needles",
         "",
         "Task `needle` (a seven-digit number among plain sentences, asked for at the end of the prompt; "
