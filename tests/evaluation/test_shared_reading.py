@@ -24,7 +24,7 @@ from kvkeep.testing.watching import feed
 NEW = 20
 
 
-def policies(model: PreTrainedModel, prefill: str) -> list[Policy]:
+def policies(prefill: str) -> list[Policy]:
     """Every policy there is, as far as it runs on the model: there are no gates for it."""
     chosen = []
     for name, kind in kvkeep.available_policies().items():
@@ -47,7 +47,7 @@ def caches(model: PreTrainedModel, prefill: str, rows: int = 1) -> list[kvkeep.R
         kvkeep.RetentionCache(
             model, policy, sequence_ids=list(range(rows)), calibration=found, trace_rows=True
         )
-        for policy in policies(model, prefill)
+        for policy in policies(prefill)
     ]
 
 
