@@ -199,6 +199,16 @@ def test_the_header_names_the_calibration_that_was_read() -> None:
     assert "calibration_sha256 was cccc" in differences(one, other)[0]
 
 
+def test_the_header_names_the_gates_that_were_read() -> None:
+    """A log that is gone on with under other gates would mix two methods."""
+    writer = generator(kvkeep.TrimKV(budget=12, buffer=4))
+    writer.gates = SimpleNamespace(sha256="c" * 64)
+    assert writer.facts()["gates_sha256"] == "c" * 64
+    assert writer.with_policy(POLICIES["snapkv"]).facts()["gates_sha256"] is None
+    one, other = (header(gates_sha256=letter * 64) for letter in "cd")
+    assert "gates_sha256 was cccc" in differences(one, other)[0]
+
+
 def test_templates_are_filled_without_reading_braces() -> None:
     """LaTeX is full of braces; str.format would fail or drop them."""
     template = prompt_template("vase")

@@ -153,6 +153,7 @@ def answer(
     chat: bool | None = None,
     seed: int = 0,
     calibration: Any = None,
+    gates: Any = None,
     store: str = "auto",
     prefill_chunk: int | None = None,
     on_text: Callable[[str], None] | None = None,
@@ -182,6 +183,7 @@ def answer(
             max_new_tokens=sampling.max_new_tokens,
             seed=seed,
             calibration=calibration,
+            gates=gates,
             store=store,  # type: ignore[arg-type]  # checked by the cache
             streamer=watch,
             pad_token_id=loaded.tokenizer.pad_token_id,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvkeep.cli.options import require_calibration
+from kvkeep.cli.options import require_calibration, require_gates
 
 if TYPE_CHECKING:
     from kvkeep.core.policy import Policy
@@ -73,7 +73,7 @@ class Setup:
         What to keep.
     preset, overrides, prompt
         Sampling and template by name, and single settings.
-    calibration, prefill_chunk, dtype, attention, device, threads
+    calibration, gates, prefill_chunk, dtype, attention, device, threads
         As for ``kvkeep generate``.
     """
 
@@ -86,6 +86,7 @@ class Setup:
     overrides: tuple[tuple[str, Any], ...] = ()
     prompt: str | None = None
     calibration: Path | None = None
+    gates: Path | None = None
     prefill_chunk: int | None = None
     dtype: str = "float32"
     attention: str = "sdpa"
@@ -94,6 +95,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         require_calibration(self.policy, self.calibration)
+        require_gates(self.policy, self.gates)
 
     def make_task(self) -> Task:
         """The task."""
@@ -111,9 +113,9 @@ class Setup:
         return replace(chosen, **given, preset=f"{chosen.preset} changed") if given else chosen
 
     def request(self) -> dict[str, Any]:
-        """All but the policy and its calibration, JSON-ready: with it a run can be repeated."""
+        """All but the policy and the files made for it, JSON-ready: with it a run can be repeated."""
         facts = {field.name: getattr(self, field.name) for field in fields(self)}
-        del facts["policy"], facts["calibration"]
+        del facts["policy"], facts["calibration"], facts["gates"]
         return facts
 
 
@@ -140,5 +142,6 @@ def make_generator(setup: Setup) -> ModelGenerator:
         template=template,
         sampling=sampling,
         calibration=loading.load_calibration(setup.calibration, loaded),
+        gates=loading.load_gates(setup.gates, loaded),
         prefill_chunk=setup.prefill_chunk,
     )

@@ -22,6 +22,7 @@ def generate(
     buffer: opt.Buffer = None,
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
+    gates: opt.Gates = None,
     prefill: opt.Prefill = None,
     prefill_chunk: opt.PrefillChunk = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
@@ -52,6 +53,7 @@ def generate(
         policy, amount, buffer=buffer, prefill=prefill, prefill_chunk=prefill_chunk, options=option
     )
     opt.require_calibration(chosen, calibration)
+    opt.require_gates(chosen, gates)
 
     from kvkeep.cli import answering, loading, report
 
@@ -70,6 +72,7 @@ def generate(
             chat=chat,
             seed=seed,
             calibration=statistics,
+            gates=loading.load_gates(gates, loaded),
             store=store,
             prefill_chunk=prefill_chunk,
             on_text=report.write if alone else None,

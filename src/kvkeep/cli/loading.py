@@ -172,6 +172,16 @@ def load_calibration(path: Path | None, loaded: Loaded) -> Any:
     return load(path, loaded.model)
 
 
+def load_gates(path: Path | None, loaded: Loaded) -> Any:
+    """Read gates to where the model is, and check that they belong to it; ``None`` stays ``None``."""
+    if path is None:
+        return None
+    from kvkeep.engine.spec import model_spec
+    from kvkeep.gates import load
+
+    return load(path, model_spec(loaded.model.config)).to(loaded.model.device)
+
+
 def device_named(name: str) -> Any:
     """The torch device behind a name; ``auto`` is the first GPU, or the CPU."""
     import torch

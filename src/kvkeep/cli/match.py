@@ -35,6 +35,7 @@ def match(
     buffer: opt.Buffer = None,
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
+    gates: opt.Gates = None,
     prefill: opt.Prefill = None,
     on: Annotated[
         str, typer.Option("--match-on", help="mean_cache; prefill_cache shows how that misleads.")
@@ -66,7 +67,7 @@ def match(
         raise ConfigError(f"policy {chosen.name} keeps everything: there is no budget to match.")
     low = chosen.smallest_budget(high)
     found = match_budget(
-        measuring(request_of(target, chosen, calibration), target, out, batch_size),
+        measuring(request_of(target, chosen, calibration, gates), target, out, batch_size),
         target,
         low=low,
         high=high,
@@ -90,7 +91,7 @@ def guess(policy: Policy, target: Run, low: int, high: int) -> int:
     return budget_for(policy, lengths, target.mean_cache, low=low, high=high)
 
 
-def request_of(target: Run, policy: Policy, calibration: Path | None) -> Setup:
+def request_of(target: Run, policy: Policy, calibration: Path | None, gates: Path | None = None) -> Setup:
     """What the reference ran, with another policy.
 
     Raises
@@ -104,7 +105,7 @@ def request_of(target: Run, policy: Policy, calibration: Path | None) -> Setup:
             f"run {target.header.run!r} does not say how it was made: match a run of `kvkeep eval`."
         )
     overrides = tuple((name, value) for name, value in request.pop("overrides"))
-    return Setup(**request, overrides=overrides, policy=policy, calibration=calibration)
+    return Setup(**request, overrides=overrides, policy=policy, calibration=calibration, gates=gates)
 
 
 def measuring(setup: Setup, target: Run, out: Path, batch_size: int | None) -> Callable[[int], Run]:

@@ -68,6 +68,7 @@ Store = Annotated[
         "paged where the policy needs it."
     ),
 ]
+Gates = Annotated[Path | None, typer.Option(help="Retention gates of this model, for trimkv and dbtrimkv.")]
 Seed = Annotated[int, typer.Option(help="Of stochastic policies and of sampling.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads [torch's own choice].")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
@@ -160,4 +161,18 @@ def require_calibration(policy: Policy, given: Path | None) -> None:
         raise ConfigError(
             f"{policy.name} needs statistics of this model: measure them once with `kvkeep calibrate --text "
             "some.txt --out FILE`, then add --calibration FILE."
+        )
+
+
+def require_gates(policy: Policy, given: Path | None) -> None:
+    """Refuse a policy that needs gates where no file of them is named, before a model is loaded.
+
+    Raises
+    ------
+    ConfigError
+        Saying which flag names the file.
+    """
+    if policy.traits.log_retention and given is None:
+        raise ConfigError(
+            f"{policy.name} needs retention gates that were trained for this model: add --gates FILE."
         )

@@ -29,6 +29,7 @@ def perplexity(
     buffer: opt.Buffer = None,
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
+    gates: opt.Gates = None,
     window: Annotated[int, typer.Option(help="Tokens of a window; the rest of a text is left out.")] = 2048,
     chunk: Annotated[
         int | None,
@@ -62,6 +63,7 @@ def perplexity(
         options=option,
     )
     opt.require_calibration(chosen, calibration)
+    opt.require_gates(chosen, gates)
     chunk = chosen.buffer if chunk is None else chunk
 
     from kvkeep.cli import loading, report
@@ -74,6 +76,7 @@ def perplexity(
     with report.waiting(f"loading {model}"):
         loaded = loading.load_model(source, dtype=dtype, attention=attention, device=device, threads=threads)
     statistics = loading.load_calibration(calibration, loaded)
+    trained = loading.load_gates(gates, loaded)
 
     import torch
 
@@ -100,6 +103,7 @@ def perplexity(
                     names=list(range(start, start + len(batch))),
                     seed=seed,
                     calibration=statistics,
+                    gates=trained,
                     on_chunk=on_chunk,
                 )
     facts = {
@@ -113,6 +117,7 @@ def perplexity(
         "seed": seed,
         "window": window,
         "chunk": chunk,
+        "gates_sha256": None if trained is None else trained.sha256,
     }
     if as_json:
         typer.echo(report.as_json(_everything(facts, scores, chosen, loaded, statistics)))

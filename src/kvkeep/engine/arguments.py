@@ -86,3 +86,19 @@ def require_calibration(calibration: Any) -> None:
     raise ConfigError(
         f"calibration takes statistics, and {what}: pass calibration=kvkeep.calibration.load({call})."
     )
+
+
+def require_gates(gates: Any) -> None:
+    """Refuse what is no set of gates, the path of one above all.
+
+    Raises
+    ------
+    ConfigError
+        Saying how to read the file.
+    """
+    if gates is None or (callable(gates) and hasattr(gates, "check")):
+        return
+    path = isinstance(gates, str | os.PathLike)
+    what = f"{str(gates)!r} is a path" if path else f"{reprlib.repr(gates)} is something else"
+    call = f"{str(gates)!r}" if path else "path"
+    raise ConfigError(f"gates takes modules, and {what}: pass gates=kvkeep.gates.load({call}).")

@@ -33,6 +33,9 @@ NAMES = {
 }
 _BACKENDS = {name: backend for backend, name in NAMES.items()}
 
+#: Keyword argument under which hidden states reach the attention function (see :mod:`kvkeep.engine.tap`).
+HIDDEN = "kvkeep_hidden"
+
 
 @dataclass
 class MaskRequest:
@@ -100,6 +103,7 @@ def _attention_function(backend: str) -> Callable[..., tuple[Tensor, Any]]:
         if isinstance(key, LayerHandle):
             return key.attend(attend, backend, module, query, attention_mask, kwargs)
         mask = attention_mask.stock() if isinstance(attention_mask, MaskRequest) else attention_mask
+        kwargs.pop(HIDDEN, None)
         return attend(module, query, key, value, mask, **kwargs)
 
     return attention
@@ -151,6 +155,11 @@ def restore(model: PreTrainedModel) -> None:
 def attention_name(model: PreTrainedModel) -> str:
     """The attention implementation of a model's text decoder."""
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
+
+
+def reads_handles(module: torch.nn.Module) -> bool:
+    """Whether the attention function of this attention module is kvkeep's."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) in _BACKENDS
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

@@ -35,7 +35,7 @@ class DenseLayer(RetentionLayer):
             tensor.copy_(entries[name])
         self.store, self.is_initialized = store, True
 
-    def _append(self, handle: LayerHandle, step: Step) -> None:
+    def _append(self, handle: LayerHandle, step: Step, extras: dict[str, Tensor] | None) -> None:
         store: DenseStore = self.stored
         longest = max(b + f for b, f in zip(store.lens, step.fresh, strict=True))
         if longest > store.capacity:
@@ -43,7 +43,7 @@ class DenseLayer(RetentionLayer):
         device = handle.keys.device
         uneven = step.query_len == 1 and not (store.even and not step.padded)
         slots = step.slots(store.lens, device) if uneven else None
-        store.append(handle.keys, handle.values, step.positions(device), step.fresh, slots)
+        store.append(handle.keys, handle.values, step.positions(device), step.fresh, slots, extras)
 
     def _attend(
         self,

@@ -12,12 +12,13 @@ from kvkeep.core.policy import Policy
 from kvkeep.core.spec import ModelSpec
 from kvkeep.core.view import Rope
 from kvkeep.engine.rotary import rope_of
+from kvkeep.engine.tap import tap_reasons
 
 StoreKind = Literal["auto", "dense", "paged"]
 
 
 def fit(
-    policy: Policy, model: PreTrainedModel, spec: ModelSpec, calibration: Any
+    policy: Policy, model: PreTrainedModel, spec: ModelSpec, calibration: Any, gates: Any = None
 ) -> tuple[Rope | None, Mapping[int, Any]]:
     """Check that a policy has what it needs, and collect it.
 
@@ -34,8 +35,14 @@ def fit(
     traits, reasons = policy.traits, list(policy.check(spec))
     rope: Rope | None = None
     layers: Mapping[int, Any] = {}
-    if traits.log_retention:
-        reasons.append("the policy needs trained retention gates, which this cache does not carry")
+    if traits.log_retention and gates is None:
+        reasons.append(
+            "the policy needs retention gates that were trained for this model: pass "
+            "gates=kvkeep.gates.load(path)"
+        )
+    elif traits.log_retention:
+        reasons.extend(gates.check(spec))
+        reasons.extend(tap_reasons(model, spec))
     if traits.calibration and calibration is None:
         reasons.append(
             "the policy needs calibration statistics of this model: run `kvkeep calibrate` and pass "

@@ -52,6 +52,7 @@ def generate(
     seed: int = 0,
     sequence_ids: Sequence[int] | None = None,
     calibration: Any = None,
+    gates: Any = None,
     store: StoreKind = "auto",
     **options: Any,
 ) -> tuple[Tensor, RetentionCache]:
@@ -68,7 +69,7 @@ def generate(
         rows are padded (on the left).
     max_new_tokens
         Most tokens to write per sequence. A budget given as a ratio refers to prompt and new tokens.
-    seed, sequence_ids, calibration, store
+    seed, sequence_ids, calibration, gates, store
         As in :class:`~kvkeep.RetentionCache`.
     options
         Handed on to ``model.generate`` (sampling, beams, streamer, ``prefill_chunk_size`` …).
@@ -100,6 +101,7 @@ def generate(
         seed=seed,
         sequence_ids=sequence_ids,
         calibration=calibration,
+        gates=gates,
         context=max(lengths) + max_new_tokens,
         rows=rows * copies,
         store=store,

@@ -15,6 +15,7 @@ from kvkeep.core.arrays import IntArray
 from kvkeep.core.decision import KeepDecision
 from kvkeep.core.errors import CacheError, UnsupportedError
 from kvkeep.core.view import LayerView
+from kvkeep.engine.attention import HIDDEN
 from kvkeep.engine.handle import LayerHandle
 from kvkeep.engine.recorder import Recorder
 from kvkeep.engine.step import Step
@@ -133,7 +134,7 @@ class RetentionLayer(CacheLayerMixin):
                 self.evictions = [0] * self.store.batch
                 self.is_initialized = True
             before = self.store.held
-            self._append(handle, step)
+            self._append(handle, step, self._extras(options.pop(HIDDEN, None), module))
         if before.any():
             self._check_causal(step)
             output = self._attend(before, step, attend, backend, module, query, options)
@@ -151,6 +152,20 @@ class RetentionLayer(CacheLayerMixin):
             )
             self.cache.after_attention(self, step)
         return output
+
+    def _extras(self, hidden: Tensor | None, module: Any) -> dict[str, Tensor] | None:
+        """What the gates say of the new tokens: ``[batch, kv_heads, new]`` by name."""
+        if self.cache.gates is None:
+            return None
+        if hidden is None:
+            raise UnsupportedError(
+                f"retention gates on layer {self.index}",
+                [
+                    f"{type(module).__name__} did not pass its input on to the attention function: build the "
+                    "cache before the model is compiled, and without hooks of your own that drop arguments"
+                ],
+            )
+        return {"log_retention": self.cache.gates(self.index, hidden)}
 
     @staticmethod
     def _check_causal(step: Step) -> None:
@@ -173,8 +188,8 @@ class RetentionLayer(CacheLayerMixin):
         """Take over entries that a file held, and how many each head has: ``[batch, kv_heads]``."""
 
     @abstractmethod
-    def _append(self, handle: LayerHandle, step: Step) -> None:
-        """Store the new tokens."""
+    def _append(self, handle: LayerHandle, step: Step, extras: dict[str, Tensor] | None) -> None:
+        """Store the new tokens, and ``extras`` per entry by name."""
 
     @abstractmethod
     def _attend(

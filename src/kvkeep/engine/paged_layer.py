@@ -42,9 +42,9 @@ class PagedLayer(RetentionLayer):
         store.unpack(entries, np.array(held))
         self.store, self.is_initialized = store, True
 
-    def _append(self, handle: LayerHandle, step: Step) -> None:
+    def _append(self, handle: LayerHandle, step: Step, extras: dict[str, Tensor] | None) -> None:
         store: PagedStore = self.stored
-        store.append(handle.keys, handle.values, step.positions(handle.keys.device), step.fresh)
+        store.append(handle.keys, handle.values, step.positions(handle.keys.device), step.fresh, extras)
 
     def _attend(
         self,

@@ -41,6 +41,7 @@ def save_cache(cache: RetentionCache, path: str | os.PathLike[str]) -> None:
         "policy": cache.policy.name,
         "options": _plain_options(cache.policy),
         "store": cache.store_kind,
+        "gates": _gates(cache),
         "seed": cache.seed,
         "layers": layers,
         "rows": cache.rows.as_dict(),
@@ -64,6 +65,7 @@ def load_cache(cache: RetentionCache, path: str | os.PathLike[str], device: torc
         "policy": cache.policy.name,
         "options": _plain_options(cache.policy),
         "store": cache.store_kind,
+        "gates": _gates(cache),
     }
     differing = [
         f"{name} {header.get(name)!r} instead of {value!r}"
@@ -96,6 +98,11 @@ def _shape(cache: RetentionCache) -> dict[str, Any]:
         "head_dim": spec.head_dim,
         "dtype": str(cache.dtype).removeprefix("torch."),
     }
+
+
+def _gates(cache: RetentionCache) -> str | None:
+    """Hash of the gates: entries that other gates have weighed cannot be ranked with new ones."""
+    return None if cache.gates is None else str(cache.gates.sha256)
 
 
 def _plain_options(policy: Policy) -> dict[str, Any]:

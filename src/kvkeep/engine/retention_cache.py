@@ -13,7 +13,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvkeep.core.errors import CacheError, ConfigError, UnsupportedError
 from kvkeep.core.policy import Policy
-from kvkeep.engine.arguments import require_calibration, require_ids, require_model, require_whole
+from kvkeep.engine.arguments import (
+    require_calibration,
+    require_gates,
+    require_ids,
+    require_model,
+    require_whole,
+)
 from kvkeep.engine.attention import prepare
 from kvkeep.engine.dense_layer import DenseLayer
 from kvkeep.engine.evictor import Evictor
@@ -27,6 +33,7 @@ from kvkeep.engine.row_trace import RowCounter, RowTrace
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.spec import model_spec
 from kvkeep.engine.step import Step, count_fresh
+from kvkeep.engine.tap import tap
 from kvkeep.engine.trace import Counter, Trace
 
 # Entries that every policy with sane options can live with.
@@ -57,6 +64,9 @@ class RetentionCache(Cache):
         ratio or in bytes. ``context`` also preallocates a cache without a bound.
     calibration
         Statistics for policies that need them (:func:`kvkeep.calibration.load`).
+    gates
+        Retention gates for policies that need them (:func:`kvkeep.gates.load`). They read the input of each
+        attention module through a hook that goes with the cache (:mod:`kvkeep.engine.tap`).
     profile
         Time evictions; read :attr:`eviction_seconds`.
     trace_rows
@@ -92,6 +102,7 @@ class RetentionCache(Cache):
         context: int | None = None,
         rows: int | None = None,
         calibration: Any = None,
+        gates: Any = None,
         profile: bool = False,
         trace_rows: bool = False,
         store: StoreKind = "auto",
@@ -108,6 +119,7 @@ class RetentionCache(Cache):
         rows = None if rows is None else require_whole("rows", rows, 8, at_least=1)
         page_size = require_whole("page_size", page_size, 32, at_least=1)
         require_calibration(calibration)
+        require_gates(gates)
         self.spec = model_spec(model.config)
         self.dtype = model.dtype
         budget = policy.amount.resolve(
@@ -124,10 +136,14 @@ class RetentionCache(Cache):
         self._context, self._profile, self._trace_rows = context, profile, trace_rows
         #: Numbers that are kept per entry beside key, value and position.
         self.extras = tuple(name for name in ("attention_sum", "log_retention") if getattr(self.traits, name))
-        self.rope, self.calibration = fit(policy, model, self.spec, calibration)
+        self.rope, self.calibration = fit(policy, model, self.spec, calibration, gates)
         self.store_kind, self._page_size = store_kind(store, policy), page_size
         kind = PagedLayer if self.store_kind == "paged" else DenseLayer
+        #: The gates, if the policy asks for what they say.
+        self.gates = gates if self.traits.log_retention else None
         prepare(model)
+        if self.gates is not None:
+            tap(model, self.spec, self)
         native = DynamicCache(config=self.spec.config).layers
         place = {index: place for place, index in enumerate(self.spec.managed)}
         layers = [

@@ -125,8 +125,8 @@ class ModelGenerator:
         How a question becomes a prompt.
     sampling
         How tokens are drawn, and length limits.
-    calibration
-        For policies that need it.
+    calibration, gates
+        For policies that need them.
     prefill_chunk
         Read prompts so many tokens at a time.
 
@@ -146,11 +146,12 @@ class ModelGenerator:
         template: PromptTemplate,
         sampling: Sampling,
         calibration: Any = None,
+        gates: Any = None,
         prefill_chunk: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.policy, self.template, self.sampling = checked(policy), template, sampling
-        self.calibration, self.prefill_chunk = calibration, prefill_chunk
+        self.calibration, self.gates, self.prefill_chunk = calibration, gates, prefill_chunk
         self._spec = model_spec(model.config)
         self._end_tokens = end_tokens(model, tokenizer)
         self._weights: str | None = None
@@ -182,6 +183,7 @@ class ModelGenerator:
             "prompt_sha256": self.template.fingerprint(self.tokenizer),
             "sampling": self.sampling.as_dict(),
             "calibration_sha256": self._calibration_sha256(),
+            "gates_sha256": self._gates_sha256(),
             "extra": {
                 "prompt": self.template.name,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -194,6 +196,10 @@ class ModelGenerator:
         reads = self.policy.traits.calibration and self.calibration is not None
         return str(self.calibration.sha256) if reads else None
 
+    def _gates_sha256(self) -> str | None:
+        reads = self.policy.traits.log_retention and self.gates is not None
+        return str(self.gates.sha256) if reads else None
+
     def generate(self, jobs: Sequence[Job]) -> Iterator[Completion]:
         prompts = [self._encode(self.template.render(job.problem.question, self.tokenizer)) for job in jobs]
         limits = [self.sampling.new_tokens(len(prompt), self._spec.max_positions) for prompt in prompts]
@@ -204,6 +210,7 @@ class ModelGenerator:
             self.policy,
             sequence_ids=[job.sequence_id for job in jobs],
             calibration=self.calibration,
+            gates=self.gates,
             trace_rows=True,
         )
         for written in decode(

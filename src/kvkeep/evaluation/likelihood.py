@@ -142,6 +142,7 @@ def read_windows(
     names: Sequence[int] | None = None,
     seed: int = 0,
     calibration: Any = None,
+    gates: Any = None,
     on_chunk: Callable[[int], None] = lambda tokens: None,
 ) -> list[WindowScore]:
     """Read some windows as one batch; each is a sequence of its own.
@@ -156,7 +157,7 @@ def read_windows(
         Tokens per forward, and the distance of evictions; 1 decodes, with the policy's own trigger.
     names
         Names of the windows, for results and random numbers; default: 0, 1, 2 …
-    seed, calibration
+    seed, calibration, gates
         As in :class:`~kvkeep.RetentionCache`.
     on_chunk
         Called after each forward with the tokens it has read, over all rows.
@@ -171,7 +172,14 @@ def read_windows(
     check_reading(policy, chunk=chunk, window=length, max_positions=limit)
     names = list(range(rows)) if names is None else list(names)
     cache = RetentionCache(
-        model, policy, seed=seed, sequence_ids=names, context=length, rows=rows, calibration=calibration
+        model,
+        policy,
+        seed=seed,
+        sequence_ids=names,
+        context=length,
+        rows=rows,
+        calibration=calibration,
+        gates=gates,
     )
     windows = windows.to(model.device)
     nats: list[list[float]] = []

@@ -166,6 +166,8 @@ class RunHeader(_Plain):
     calibration_sha256
         Hash of the statistics that the policy read (:attr:`kvkeep.calibration.Statistics.sha256`);
         ``None`` if it reads none.
+    gates_sha256
+        Hash of the gates that the policy read (:attr:`kvkeep.gates.RetentionGates.sha256`), or ``None``.
     preregistration
         Content hash of the frozen pre-registration this run belongs to.
     extra
@@ -196,6 +198,7 @@ class RunHeader(_Plain):
     hardware: Mapping[str, Any] = field(default_factory=dict)
     command: Iterable[str] = ()
     calibration_sha256: str | None = None
+    gates_sha256: str | None = None
     preregistration: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT

@@ -14,6 +14,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from kvkeep.core.errors import UnknownNameError
+from kvkeep.engine.spec import model_spec
+from kvkeep.gates.modules import RetentionGates
+from kvkeep.gates.shape import Architecture, GateShape
 
 VOCABULARY = 96
 PAD = 0
@@ -133,6 +136,28 @@ _BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 FAMILIES = tuple(_BUILDERS)
+
+
+def random_gates(
+    model: PreTrainedModel, architecture: Architecture = "rg10", *, seed: int = 0, spread: float = 2.0
+) -> RetentionGates:
+    """Untrained retention gates for a model, that forget some tokens at once and keep others for long.
+
+    In float64, so that a token's gate does not depend on how many others are computed with it.
+
+    Parameters
+    ----------
+    spread
+        Standard deviation, about, of the logits of beta, whose mean is 3.
+    """
+    gates = RetentionGates(GateShape.of(model_spec(model.config), architecture, width=16), bias=3.0).double()
+    noise = torch.Generator().manual_seed(seed)
+    for name, parameter in gates.named_parameters():
+        if name.endswith("weight"):
+            scale = spread if "first" not in name else 1.0
+            size = parameter.shape[-1] ** -0.5
+            parameter.data = scale * size * torch.randn(parameter.shape, generator=noise).double()
+    return gates.to(model.device).requires_grad_(False)
 
 
 def tiny_model(

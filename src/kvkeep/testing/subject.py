@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.fitting import StoreKind
-from kvkeep.testing.models import left_padded, tiny_model, tokens
+from kvkeep.testing.models import left_padded, random_gates, tiny_model, tokens
 from kvkeep.testing.watching import Eviction, WatchedCache, feed, pieces
 
 PolicyOrFactory = Policy | Callable[..., Policy]
@@ -110,9 +110,10 @@ class Subject:
 
     def options(self, family: str = "llama") -> dict[str, Any]:
         """What a cache needs for this policy."""
-        if self.policy.traits.log_retention:
-            raise SkipTest(f"{self.policy.name} needs trained gates, which the tiny models lack")
-        needed = {"calibration": _calibration(family)} if self.policy.traits.calibration else {}
+        traits = self.policy.traits
+        needed: dict[str, Any] = {"calibration": _calibration(family)} if traits.calibration else {}
+        if traits.log_retention:
+            needed["gates"] = random_gates(shared_model(family))
         # Pages of five: budgets and buffers of the suite are no multiples of it.
         return {"store": self.store, "page_size": 5, **needed}
 
