@@ -9,8 +9,8 @@ Cost follows the entries that are stored, not the longest head.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -46,11 +46,12 @@ def paged_attention(
     Tensor
         ``[sequences, group, value_dim]``; zeros where a sequence holds nothing.
     """
-    if query.device.type == "cpu" and query.dtype in _NUMBA_DTYPES and _numba_is_there():
-        from kvkeep.kernels.paged_attention_cpu import attend
-
-        return attend(query, keys, values, table, lens, scale)
-    if query.is_cuda and lens.all() and paged_attention_gpu.can_attend(query, values):
+    one_type = query.dtype == keys.dtype == values.dtype  # not so under autocast
+    if query.device.type == "cpu" and one_type and query.dtype in _NUMBA_DTYPES:
+        compiled = compiled_kernel()
+        if compiled is not None:
+            return compiled(query, keys, values, table, lens, scale)
+    if query.is_cuda and one_type and lens.all() and paged_attention_gpu.can_attend(query, values):
         return paged_attention_gpu.attend(query, keys, values, table, lens, scale)
     return paged_attention_torch(query, keys, values, table, lens, scale)
 
@@ -86,11 +87,15 @@ def paged_attention_torch(
 
 
 @functools.cache
-def _numba_is_there() -> bool:
-    found = importlib.util.find_spec("numba") is not None
-    if not found:
+def compiled_kernel() -> Callable[..., Tensor] | None:
+    """The version that numba compiles, or ``None`` after one warning, where numba is missing or broken."""
+    try:
+        from kvkeep.kernels.paged_attention_cpu import attend
+    except ImportError as error:  # also what a numba that refuses the installed numpy raises
         _log.warning(
-            "kvkeep: numba is not installed, so a ragged cache attends with plain torch, several times "
-            "slower on a CPU: pip install 'kvkeep[paged]'"
+            "kvkeep: numba cannot be used (%s), so a ragged cache attends with plain torch, several times "
+            "slower on a CPU: pip install 'kvkeep[paged]'",
+            error,
         )
-    return found
+        return None
+    return attend

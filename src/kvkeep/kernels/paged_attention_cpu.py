@@ -94,12 +94,12 @@ def _attend(  # type: ignore[no-untyped-def]
             whole = scale * 0
             output[s, g] = 0
             for thread in range(threads):
-                if mass[thread, s, g] > 0:
+                if mass[thread, s, g] != 0:  # NaN, too, which must come out again
                     shrink = np.exp(peak[thread, s, g] - highest)
                     whole += shrink * mass[thread, s, g]
                     for d in range(value_dim):
                         output[s, g, d] += shrink * mixed[thread, s, g, d]
-            if whole > 0:
+            if whole != 0:
                 for d in range(value_dim):
                     output[s, g, d] /= whole
 
