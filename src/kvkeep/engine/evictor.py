@@ -67,18 +67,21 @@ class Evictor:
         """
         if not self.policy.bounded:
             return -(-max(entries, self.context or 0) // _GROWTH) * _GROWTH
-        kept = max(self.limit(row) for row in range(len(self.rows.seq_lens)))
+        return self._until_evicted(entries, max(self.limit(row) for row in range(len(self.rows.seq_lens))))
+
+    def most(self, row: int, entries: int = 0) -> int:
+        """Entries per head that a row holds at most while it decodes, starting from so many."""
+        if not self.policy.bounded:
+            return max(entries, self.context or 0)
+        return self._until_evicted(entries, self.limit(row))
+
+    def _until_evicted(self, entries: int, kept: int) -> int:
         buffer = self.policy.buffer
         periods = 1 if entries <= kept + buffer else (entries - kept) // buffer + 1
-        capacity = kept + periods * buffer
+        most = kept + periods * buffer
         # A budget beyond every possible sequence must not be laid out in full.
         limit = self.max_positions
-        return capacity if limit is None else max(entries, min(capacity, limit))
-
-    def most(self, row: int) -> int:
-        """Entries per head that a row holds at most while it decodes inside its budget."""
-        most = self.limit(row) + self.policy.buffer
-        return most if self.max_positions is None else min(most, self.max_positions)
+        return most if limit is None else max(entries, min(most, limit))
 
     def after_layer(self, layer: RetentionLayer, step: Step) -> bool:
         """A layer of a layer-scope policy has attended; whether it evicted."""

@@ -31,19 +31,21 @@ class PagedLayer(RetentionLayer):
     def _lay_out(self, handle: LayerHandle, step: Step) -> PagedStore:
         batch, heads = handle.keys.shape[:2]
         pool = self.cache.pools.pool_for(handle.keys, handle.values)
-        self.cache.pools.make_room(pool, step.fresh, heads)
         return PagedStore(pool, batch, heads)
 
     def restore_store(self, entries: dict[str, Tensor], held: list[list[int]]) -> None:
         """Take over entries ``[total, ...]`` by name, without gaps, row by row, head by head."""
         pool = self.cache.pools.pool_for(entries["keys"], entries["values"])
-        self.cache.pools.make_room(pool, [max(lens, default=0) for lens in held], len(held[0]))
+        self.cache.pools.make_room_again(pool, np.array(held))
         store = PagedStore(pool, len(held), len(held[0]))
         store.unpack(entries, np.array(held))
         self.store, self.is_initialized = store, True
 
     def _append(self, handle: LayerHandle, step: Step, extras: dict[str, Tensor] | None) -> None:
         store: PagedStore = self.stored
+        first = not store.held.any()
+        if first or step.query_len > 1:
+            self.cache.pools.make_room(store.pool, step.fresh, store.heads, self.place, first)
         store.append(handle.keys, handle.values, step.positions(handle.keys.device), step.fresh, extras)
 
     def _attend(

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.cache.pages import PagePool
+from kvkeep.core.arrays import IntArray
 from kvkeep.engine.evictor import Evictor
 
 
@@ -38,18 +39,43 @@ class Pools:
             self._pools[kind] = PagePool(keys, values, self.page_size, self.extras)
         return self._pools[kind]
 
-    def make_room(self, pool: PagePool, fresh: Sequence[int], heads: int) -> None:
-        """Lay pages out before the first tokens of a layer are stored.
+    def make_room(self, pool: PagePool, fresh: Sequence[int], heads: int, place: int, first: bool) -> None:
+        """Lay pages out before several tokens, or the first ones, are stored in a layer.
 
-        Enough for the whole prompt in all layers at once, so that the pool does not move while it is
-        read; but where layers evict one after the other, only for one layer's prompt at a time.
+        Enough for a prompt in all layers at once and for the tokens up to its eviction, so that the pool does
+        not move before; but where layers evict one after the other, only for one layer's prompt at a time.
+        What is not foreseen here (a further turn, a prompt in chunks that are not evicted) grows by steps.
+
+        Parameters
+        ----------
+        fresh
+            New tokens per row.
+        place
+            Of the layer among the managed ones.
+        first
+            The layer holds nothing yet.
         """
-        prompt = heads * sum(-(-count // self.page_size) for count in fresh)
-        steady = self._steady(len(fresh), heads)
-        if self.evictor.traits.trigger.prefill == "chunk" and self.evictor.traits.scope == "layer":
-            pool.grow(max(steady + prompt, pool.used + prompt) if steady else pool.used + prompt)
-        else:
-            pool.grow(max(steady, prompt * self.layers))
+        traits, steady = self.evictor.traits, self._steady(len(fresh), heads)
+        new = heads * sum(self._pages(count) for count in fresh)
+        if steady and traits.trigger.prefill == "chunk":
+            alone = traits.scope == "layer"
+            waiting = 1 if alone else self.layers - place
+            pool.grow(max(steady + new if alone else steady, pool.used + new * waiting))
+        elif first:
+            if not steady or traits.trigger.prefill == "defer":
+                most = (self.evictor.most(row, count) for row, count in enumerate(fresh))
+                new = heads * sum(self._pages(entries) for entries in most)
+            pool.grow(max(steady, new * self.layers))
+
+    def make_room_again(self, pool: PagePool, held: IntArray) -> None:
+        """Lay pages out for a layer that a file held, ``[batch, kv_heads]`` entries."""
+        pages = int(self._pages(held).sum())
+        steady = self._steady(*held.shape)
+        # Without a bound all layers hold equally many; with one, ragged layers need just their own pages.
+        pool.grow(max(steady, pool.used + pages) if steady else pages * self.layers)
+
+    def _pages(self, entries: Any) -> Any:
+        return -(-entries // self.page_size)
 
     def _steady(self, rows: int, heads: int) -> int:
         """Pages that decoding inside the budget needs at most; 0 for a cache without a bound."""
@@ -61,7 +87,7 @@ class Pools:
             # However the entries are spread, no head wastes more than one page.
             full = sum(most) * self.layers * heads // self.page_size
             return int(full) + rows * self.layers * heads
-        return sum(-(-entries // self.page_size) for entries in most) * self.layers * heads
+        return sum(self._pages(entries) for entries in most) * self.layers * heads
 
     def give_back(self, rows: int) -> None:
         """After a round of evictions: shrink every pool to what decoding inside the budget needs."""
