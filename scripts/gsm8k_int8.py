@@ -1,33 +1,36 @@
-"""Policies on a real model whose linear layers run in int8, so that a CPU can afford it: docs/results/gsm8k-qwen.md.
+"""Policies on a real model with int8 linear layers, so that a CPU can afford it: docs/results/gsm8k-qwen.md.
 
-    python scripts/gsm8k_int8.py run --model FOLDER --data FOLDER --runs runs/qwen --limit 60 --budget 112
-    python scripts/gsm8k_int8.py page --runs runs/qwen
+    python scripts/gsm8k_int8.py run --model FOLDER --data FOLDER --runs runs/qwen --budget 128
+    python scripts/gsm8k_int8.py agree --model FOLDER --runs runs/qwen
 
 FOLDER of the model is any local folder that ``kvkeep eval --model`` takes. Samples are written, graded and
-logged by the functions behind ``kvkeep eval``; `kvkeep compare` and `kvkeep report` read the logs.
+logged by the functions behind ``kvkeep eval``: ``kvkeep compare`` and ``kvkeep report`` read the logs.
 """
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from int8_linear import to_int8
 from torch import Tensor, nn
+from torch.ao.quantization import per_channel_dynamic_qconfig, quantize_dynamic
 from transformers import PreTrainedModel
 
 from kvkeep.cli import loading
-from kvkeep.cli.evaluate import make_setup, progress
+from kvkeep.cli.evaluate import make_setup
 from kvkeep.cli.options import make_budget, make_policy
 from kvkeep.core.policy import Policy
 from kvkeep.evaluation.generator import Completion, Job, ModelGenerator
 from kvkeep.evaluation.identity import weights_sha256
 from kvkeep.evaluation.prompts import prompt_template
+from kvkeep.evaluation.runlog import read_log
 from kvkeep.evaluation.runner import Plan, evaluate
 
 #: Name of an arm -> policy and options, in the order in which they run.
@@ -39,58 +42,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "snapkv": ("snapkv",),
     "keydiff": ("keydiff",),
 }
-
-
-class Int8Linear(nn.Module):
-    """A linear layer in int8: weights per output channel, activations per token.
-
-    ``quantize_dynamic`` of torch has one scale for all activations of a batch: one token with large
-    activations (the first of a prompt has them) then rounds those of the others to nothing, and a text
-    depends on its neighbours. Here each row is divided by its largest magnitude first, and a row that
-    holds 1 and -1 is added, so that the scale is the same for every batch.
-
-    Parameters
-    ----------
-    linear
-        Layer to replace; it can be freed afterwards.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach().float()
-        scales = (weight.abs().amax(1).double() / 127).clamp_min(1e-30)
-        zeros = torch.zeros(len(scales), dtype=torch.long)
-        packed = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-        self.packed = torch.ops.quantized.linear_prepack(packed, None)
-        self.bias = None if linear.bias is None else linear.bias.detach().float()
-        ends = torch.zeros(1, linear.in_features)
-        ends[0, 0], ends[0, 1] = 1, -1
-        self.register_buffer("ends", ends, persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Float32 ``[..., in_features]`` to float32 ``[..., out_features]``."""
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        sizes = rows.abs().amax(-1, keepdim=True).clamp_min(1e-30)
-        # True: 7 bits for activations, because sums of two products overflow 16 bits with 8 on AVX2.
-        made = torch.ops.quantized.linear_dynamic(torch.cat([rows / sizes, self.ends]), self.packed, True)
-        outputs = made[:-1] * sizes
-        if self.bias is not None:
-            outputs = outputs + self.bias
-        return outputs.reshape(*inputs.shape[:-1], -1)
-
-
-def to_int8(model: nn.Module) -> int:
-    """Replace all linear layers of a model in place, one after another; return how many there were."""
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.Linear)
-    ]
-    for parent, name, child in found:
-        setattr(parent, name, Int8Linear(child))
-        child.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # free it now
-    return len(found)
 
 
 class Int8Generator(ModelGenerator):
@@ -123,13 +74,15 @@ class Int8Generator(ModelGenerator):
         return facts
 
 
-def by_length(generator: ModelGenerator, size: int, parts: Sequence[Sequence[Job]]) -> Iterator[Completion]:
-    """Write all jobs in batches of so many with questions of like length: less padding."""
-    jobs = sorted(
-        (job for part in parts for job in part), key=lambda job: generator.count_tokens(job.problem.question)
-    )
-    for start in range(0, len(jobs), size):
-        yield from generator.generate(jobs[start : start + size])
+class Pause(Exception):  # noqa: N818 - nothing is wrong
+    """The batch of this round is written; the log waits for the next round."""
+
+
+def one_batch(generator: ModelGenerator, parts: Sequence[Sequence[Job]]) -> Iterator[Completion]:
+    """Write the first batch that is missing, and stop there if more are missing."""
+    yield from generator.generate(parts[0])
+    if len(parts) > 1:
+        raise Pause
 
 
 def slug(arm: str) -> str:
@@ -175,30 +128,65 @@ def load(given: argparse.Namespace) -> tuple[Any, ModelGenerator]:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run the arms one after another with one loaded model; what is complete is not run again."""
+    """Write one batch of each arm, then the next of each: whenever it is stopped, arms have the same problems.
+
+    Arms that are complete are left alone, and an unfinished batch is written again.
+    """
     started = time.perf_counter()
     setup, generator = load(given)
     sys.stderr.write(f"loaded in {time.perf_counter() - started:.0f} s\n")
-    for arm in given.arms or ARMS:
-        started = time.perf_counter()
-        mine = generator.with_policy(make(arm, given))
-        with progress() as show:
-            done = evaluate(
-                setup.make_task(),
-                mine,
-                given.runs / slug(arm),
-                Plan(limit=given.limit, batch_size=given.limit),  # regrouped by length
-                resume=True,
-                command=sys.argv,
-                request=setup.request(),
-                on_progress=show,
-                batches=partial(by_length, mine, given.batch),
+    for _ in range(-(-given.limit // given.batch)):
+        for arm in given.arms or ARMS:
+            folder, started = given.runs / slug(arm), time.process_time()
+            if (folder / "run.jsonl").exists() and read_log(folder).footer is not None:
+                continue
+            mine = generator.with_policy(make(arm, given))
+            with suppress(Pause):
+                evaluate(
+                    setup.make_task(),
+                    mine,
+                    folder,
+                    Plan(limit=given.limit, batch_size=given.batch),
+                    resume=True,
+                    command=sys.argv,
+                    request=setup.request(),
+                    batches=partial(one_batch, mine),
+                )
+            done = read_log(folder).run
+            right = sum(sample.correct for sample in done.samples)
+            sys.stderr.write(
+                f"{arm}: {right} of {len(done.samples)} right at {done.mean_cache:.1f} entries, "
+                f"{time.process_time() - started:.0f} s of CPU\n"
             )
-        right = sum(sample.correct for sample in done.samples)
-        sys.stderr.write(
-            f"{arm}: {right} of {len(done.samples)} right at {done.mean_cache:.1f} entries, "
-            f"{time.perf_counter() - started:.0f} s\n"
-        )
+
+
+def agree(given: argparse.Namespace) -> None:
+    """Write down how far int8 is from float32 on texts of the full cache: runs/agree.json."""
+    loaded = loading.load_model(given.model, dtype="float32", attention="sdpa", device="cpu", threads=1)
+    texts = [sample.extra["text"] for sample in read_log(given.runs / "full").run.samples[: given.texts]]
+    asked = loaded.tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+    real = asked["attention_mask"][:, 1:].bool()
+
+    @torch.inference_mode()
+    def predict(model: nn.Module) -> Tensor:
+        return model(**asked).logits[:, :-1][real].log_softmax(-1)
+
+    def distance(name: str, found: Tensor) -> dict[str, Any]:
+        nll = -found.gather(1, asked["input_ids"][:, 1:][real][:, None]).mean()
+        kl = (exact.exp() * (exact - found)).sum(-1).mean()
+        same = (exact.argmax(-1) == found.argmax(-1)).float().mean()
+        return {"linears": name, "same_choice": same.item(), "kl": kl.item(), "nll": nll.item()}
+
+    exact = predict(loaded.model)
+    rows = [distance("float32", exact)]
+    torch_int8 = quantize_dynamic(loaded.model, {nn.Linear: per_channel_dynamic_qconfig})
+    rows.append(distance("int8 of torch (`quantize_dynamic`, per channel)", predict(torch_int8)))
+    del torch_int8
+    to_int8(loaded.model)
+    rows.append(distance("int8 of this page (per channel and token)", predict(loaded.model)))
+    result = {"tokens": int(real.sum()), "texts": len(texts), "rows": rows}
+    (given.runs / "agree.json").write_text(json.dumps(result, indent=2) + "\n")
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
 
 
 def main() -> None:
@@ -206,21 +194,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("what", choices=("run", "agree"))
+    parser.add_argument("--model")
+    parser.add_argument("--data")
     parser.add_argument("--runs", type=Path, default=Path("runs/qwen"))
     parser.add_argument("--limit", type=int, default=60)
-    parser.add_argument("--budget", type=int, default=112)
+    parser.add_argument("--budget", type=int, default=128)
     parser.add_argument("--prompt-mode", default="counts")
     parser.add_argument("--buffer", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=15)
     parser.add_argument("--preset", default="greedy")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--max-new-tokens", type=int, default=400)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--arms", nargs="*", choices=ARMS, help="only these arms")
     parser.add_argument("--float32", action="store_true", help="leave the linear layers as they are")
-    run(parser.parse_args())
+    parser.add_argument("--texts", type=int, default=3, help="texts to compare int8 with float32 on")
+    given = parser.parse_args()
+    {"run": run, "agree": agree}[given.what](given)
 
 
 if __name__ == "__main__":
