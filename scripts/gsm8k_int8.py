@@ -74,7 +74,7 @@ class Int8Generator(ModelGenerator):
         return facts
 
 
-class Pause(Exception):  # noqa: N818 - nothing is wrong
+class Pause(Exception):
     """The batch of this round is written; the log waits for the next round."""
 
 
@@ -128,7 +128,7 @@ def load(given: argparse.Namespace) -> tuple[Any, ModelGenerator]:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Write one batch of each arm, then the next of each: whenever it is stopped, arms have the same problems.
+    """Write a batch of every arm, then the next: arms have the same problems whenever it is stopped.
 
     Arms that are complete are left alone, and an unfinished batch is written again.
     """

@@ -1,5 +1,7 @@
 """Linear layers in int8 for a CPU, such that a token's result does not depend on the others of its batch."""
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,9 @@ class Int8Linear(nn.Module):
         weight = linear.weight.detach().float()
         scales = (weight.abs().amax(1).double() / 127).clamp_min(1e-30)
         zeros = torch.zeros(len(scales), dtype=torch.long)
-        packed = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        with warnings.catch_warnings():  # int8 tensors are deprecated, and nothing else is as fast on AVX2
+            warnings.simplefilter("ignore", UserWarning)
+            packed = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
         self.packed = torch.ops.quantized.linear_prepack(packed, None)
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         ends = torch.zeros(1, linear.in_features)
