@@ -78,6 +78,7 @@ def row(arm: str, run: Run, full: Run, share: float) -> str:
     right = accuracy(problem_means(run.samples, "accuracy"))
     low, high = right.interval if right.wilson is None else right.wilson
     classes = [sum(sample.failure_class == name for sample in run.samples) for name in CLASSES]
+    cycle = sum(sample.extra["tail_period"] is not None for sample in run.samples)
     onset = sum(sample.extra["loop_onset"] is not None for sample in run.samples)
     count = sum(sample.correct for sample in run.samples)
     tokens = sum(sample.tokens for sample in run.samples) / len(run.samples)
@@ -85,7 +86,7 @@ def row(arm: str, run: Run, full: Run, share: float) -> str:
         f"| {arm} | {run.header.budget.get('entries', '–')} | {run.mean_cache:.1f} "
         f"({100 * run.mean_cache / full.mean_cache:.0f} %) | {count} of {len(run.samples)} | "
         f"{100 * low:.0f}–{100 * high:.0f} | {100 * share:.0f} | {tokens:.0f} | "
-        f"{' | '.join(map(str, classes))} | {onset} |"
+        f"{' | '.join(map(str, classes))} | {cycle} | {onset} |"
     )
 
 
@@ -140,8 +141,8 @@ def main() -> None:
     lines = [
         "| policy | budget | mean cache (of full) | right | 95 %, in % | numbers | tokens | "
         + " | ".join(CLASSES)
-        + " | repeats |",
-        "|---" * (8 + len(CLASSES)) + "|",
+        + " | cycle | repeats |",
+        "|---" * (9 + len(CLASSES)) + "|",
         *(row(arm, run, found["full"], float(recall[arm].means.mean())) for arm, run in found.items()),
         "",
         "| challenger − baseline | right, points | better / worse | p (Holm) | could be seen | "

@@ -10,7 +10,7 @@ class Int8Linear(nn.Module):
     """A linear layer in int8: weights per output channel, activations per token.
 
     ``quantize_dynamic`` of torch has one scale for all activations of a batch: one token with large
-    activations (the first of a prompt has them) then rounds those of the others to nothing, and a text
+    activations (the first of a prompt often has them) then rounds those of the others to nothing, and a text
     depends on its neighbours. Here each row is divided by its largest magnitude first, and a row that
     holds 1 and -1 is added, so that the scale is the same for every batch.
 
