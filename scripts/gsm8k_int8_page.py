@@ -151,7 +151,10 @@ def main() -> None:
         *differences(found, recall),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
-    text = "".join(json.dumps(run.header.as_dict()) + "\n" for run in found.values())
+    headers = [run.header.as_dict() for run in found.values()]
+    for header in headers:  # the hash says what the weights are; where they were found may be gone tomorrow
+        header["extra"].get("source", {}).pop("package", None)
+    text = "".join(json.dumps(header) + "\n" for header in headers)
     # Folders of the machine that ran it tell a reader nothing.
     text = re.sub(r'"(?:/[^"/]+)+/([^"/]+)"', r'"\1"', text)
     (given.out.parent / f"{given.out.stem}-headers.jsonl").write_text(text)
