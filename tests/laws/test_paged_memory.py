@@ -85,3 +85,13 @@ def test_a_saved_cache_comes_back_in_as_much_memory(tmp_path: Path) -> None:
     cache.save(tmp_path / "cache")
     loaded = kvkeep.RetentionCache.load(tmp_path / "cache", model, policy, page_size=1)
     assert loaded.trace.kv_bytes == cache.trace.kv_bytes
+
+
+@pytest.mark.parametrize("text", ["snapkv", "snapkv + whole-model"])
+def test_a_size_in_bytes_holds_the_pages(text: str) -> None:
+    """Someone who gives a size means the memory that is taken, half-empty pages included."""
+    model, ids = tiny_model(), tokens(2, 60)
+    policy = kvkeep.policy(text, budget=kvkeep.Budget.from_bytes("96KiB"), buffer=8)
+    cache = kvkeep.RetentionCache(model, policy, rows=2, store="paged", page_size=32)
+    feed(model, cache, ids, torch.ones_like(ids), [20, *[1] * 40])
+    assert 64 * 1024 < cache.trace.peak_kv_bytes <= 96 * 1024

@@ -171,6 +171,7 @@ class Budget:
         bytes_per_entry: int | None = None,
         buffer: int = 0,
         least: int = 1,
+        spare: int = 0,
     ) -> Budget:
         """Turn a ratio or a size into the count it stands for.
 
@@ -187,6 +188,8 @@ class Budget:
             the budget and this buffer, so that the peak stays inside it.
         least
             Fewest entries that the policy can work with: a size must hold them.
+        spare
+            Room for so many entries more that the store lays out and may leave empty (pages).
 
         Raises
         ------
@@ -209,9 +212,9 @@ class Budget:
             return self
         else:
             entry = rows * bytes_per_entry
-            count = self.kv_bytes // entry - buffer
+            count = self.kv_bytes // entry - buffer - spare
             if count < least:
-                needed, sequences = (least + buffer) * entry, "sequence" if rows == 1 else "sequences"
+                needed, sequences = (least + buffer + spare) * entry, "sequence" if rows == 1 else "sequences"
                 raise BudgetError(
                     f"the budget '{self}' is too small: one entry takes {entry} bytes in all layers and "
                     f"heads of {rows} {sequences}, and a budget of {least} with a "

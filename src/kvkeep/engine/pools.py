@@ -12,6 +12,17 @@ from kvkeep.core.arrays import IntArray
 from kvkeep.engine.evictor import Evictor
 
 
+def spare_entries(page_size: int, heads: int) -> int:
+    """Entries per head that pages may leave empty: a page of each head, and a share of the empty page.
+
+    Parameters
+    ----------
+    heads
+        KV heads of all layers and rows together.
+    """
+    return page_size + -(-page_size // heads)
+
+
 class Pools:
     """Finds a layer's pool, lays it out in time, and gives memory back.
 

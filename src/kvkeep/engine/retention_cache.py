@@ -28,7 +28,7 @@ from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.measured import allocated_bytes, trace_of
 from kvkeep.engine.paged_layer import PagedLayer
 from kvkeep.engine.persistence import load_cache, save_cache
-from kvkeep.engine.pools import Pools
+from kvkeep.engine.pools import Pools, spare_entries
 from kvkeep.engine.row_trace import RowCounter, RowTrace
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.spec import model_spec
@@ -122,12 +122,15 @@ class RetentionCache(Cache):
         require_gates(gates)
         self.spec = model_spec(model.config)
         self.dtype = model.dtype
+        self.store_kind, self._page_size = store_kind(store, policy), page_size
+        heads = (rows or 1) * self.spec.kv_heads * len(self.spec.managed)
         budget = policy.amount.resolve(
             context=context,
             rows=rows,
             bytes_per_entry=self.spec.bytes_per_entry(model.dtype.itemsize),
             buffer=policy.buffer,
             least=1 if policy.amount.kv_bytes is None else policy.smallest_budget(_NO_BUDGET_NEEDS),
+            spare=spare_entries(page_size, heads) if self.store_kind == "paged" else 0,
         )
         if policy.bounded:
             _ = budget.count  # raises while a ratio or a size is unresolved
@@ -137,7 +140,6 @@ class RetentionCache(Cache):
         #: Numbers that are kept per entry beside key, value and position.
         self.extras = tuple(name for name in ("attention_sum", "log_retention") if getattr(self.traits, name))
         self.rope, self.calibration = fit(policy, model, self.spec, calibration, gates)
-        self.store_kind, self._page_size = store_kind(store, policy), page_size
         kind = PagedLayer if self.store_kind == "paged" else DenseLayer
         #: The gates, if the policy asks for what they say.
         self.gates = gates if self.traits.log_retention else None
