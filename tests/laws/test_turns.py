@@ -204,3 +204,17 @@ def test_padding_is_never_stored() -> None:
     assert ids[0, 0] == PAD
     assert [len(row[0]) for row in cache.kept_positions(0)] == [2, 9]
     assert cache.trace.tokens == (2, 9)
+
+
+@pytest.mark.parametrize("index", [[], [0, 2], [-1]])
+def test_rows_that_are_not_there_are_refused_and_nothing_changes(index: list[int]) -> None:
+    """A selection that fails half-way would leave layers with different rows."""
+    model = tiny_model()
+    cache = kvkeep.RetentionCache(model, POLICIES["vase-attnv"])
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    feed(model, cache, ids, mask, [18])
+    before = positions(cache)
+    with pytest.raises(CacheError, match=r"cannot be kept of a cache of 2 sequences.*from 0 to 1"):
+        cache.batch_select_indices(torch.tensor(index, dtype=torch.int64))
+    assert positions(cache) == before
+    feed(model, cache, ids, mask, [1, 1])

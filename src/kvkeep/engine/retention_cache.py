@@ -295,8 +295,19 @@ class RetentionCache(Cache):
         self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``, in that order, repeats allowed."""
-        index = [int(row) for row in indices.tolist()]
+        """Keep the rows ``indices``, in that order, repeats allowed.
+
+        Raises
+        ------
+        CacheError
+            If no row is named, or one that there is not; nothing has changed then.
+        """
+        index, rows = [int(row) for row in indices.tolist()], len(self.rows.seq_lens)
+        if rows and not (index and all(0 <= row < rows for row in index)):
+            raise CacheError(
+                f"rows {index} cannot be kept of a cache of {rows} sequences: name at least one row from 0 to "
+                f"{rows - 1} (cache.reset() empties it)."
+            )
         for place, layer in enumerate(self.layers):
             if place in self.spec.managed:
                 layer.select_rows(index)

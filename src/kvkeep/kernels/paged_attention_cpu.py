@@ -105,7 +105,11 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def _compiled(parallel: bool) -> Callable[..., Any]:
-    return numba.njit(parallel=parallel, nogil=True, cache=True, fastmath=_FASTMATH)(_attend)  # type: ignore[no-any-return]
+    try:
+        compiled = numba.njit(parallel=parallel, nogil=True, cache=True, fastmath=_FASTMATH)(_attend)
+    except RuntimeError:  # no folder that numba may write: every process compiles anew
+        compiled = numba.njit(parallel=parallel, nogil=True, fastmath=_FASTMATH)(_attend)
+    return compiled  # type: ignore[no-any-return]
 
 
 _serial, _parallel = _compiled(False), _compiled(True)
