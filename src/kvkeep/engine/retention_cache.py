@@ -305,7 +305,7 @@ class RetentionCache(Cache):
         index, rows = [int(row) for row in indices.tolist()], len(self.rows.seq_lens)
         if rows and not (index and all(0 <= row < rows for row in index)):
             raise CacheError(
-                f"rows {index} cannot be kept of a cache of {rows} sequences: name at least one row from 0 to "
+                f"rows {index} cannot be kept of a cache of {rows} sequences: name some row from 0 to "
                 f"{rows - 1} (cache.reset() empties it)."
             )
         for place, layer in enumerate(self.layers):
