@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -99,4 +100,4 @@ def test_progress_shows_rate_and_time_left(
         progress(300, 900)
     shown = capsys.readouterr().err
     assert "300/900" in shown
-    assert "tokens/s, 0:00:00 left" in shown
+    assert re.search(r"tokens/s, 0:00:\d\d left", shown)  # a second or two on a busy machine
