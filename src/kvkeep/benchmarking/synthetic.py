@@ -175,6 +175,10 @@ def skew_entries(cache: RetentionCache, skew: int, *, seed: int) -> None:
         entries = {name: each[0, 0] for name, each in zip(("keys", "values"), drawn, strict=True)}
         entries["positions"] = torch.cat([torch.arange(count) for count in held.tolist()]).to(torch.int32)
         store.unpack(entries, held.reshape(store.batch, store.heads))
+    # A cache with a budget has room for one period, however long its heads are: make it before timing.
+    pool = cache.managed_layers[0].stored.pool
+    spare = -(-cache.evictor.policy.buffer // pool.page_size) * heads * len(cache.managed_layers)
+    pool.grow(pool.used + spare)
     rows.seq_lens = [int(held.max())] * len(rows.seq_lens)
     rows.columns = int(held.max())
 
