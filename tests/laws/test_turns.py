@@ -160,7 +160,7 @@ def test_reordered_rows_carry_their_whole_past(family: str, policy: Policy) -> N
     assert cache.trace.evictions >= 6
 
 
-def test_a_forward_that_failed_half_way_cannot_be_continued() -> None:
+def test_a_forward_that_failed_half_way_cannot_be_continued(either_store: str) -> None:
     """Some layers hold the token and some do not: going on would be silently wrong."""
 
     class Failing(WatchedCache):
@@ -183,7 +183,9 @@ def test_a_forward_that_failed_half_way_cannot_be_continued() -> None:
     again = feed(model, cache, ids, mask, [10, 1])
     kvkeep.restore(model)
     stock = feed(model, DynamicCache(config=model.config), ids, mask, [10, 1])
-    torch.testing.assert_close(again[-1], stock[-1])
+    if either_store == "dense":
+        assert torch.equal(again[-1], stock[-1])
+    torch.testing.assert_close(again[-1], stock[-1])  # pages are attended by a kernel of their own
 
 
 def test_the_number_of_sequences_cannot_change() -> None:

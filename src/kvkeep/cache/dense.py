@@ -60,7 +60,7 @@ class DenseStore:
     @property
     def held(self) -> IntArray:
         """Entries, ``[batch, kv_heads]``."""
-        return np.broadcast_to(np.array(self._lens, np.int64)[:, None], (self.batch, self.heads))
+        return self._held
 
     @property
     def memory(self) -> DenseStore:
@@ -85,6 +85,7 @@ class DenseStore:
     @lens.setter
     def lens(self, lens: Sequence[int]) -> None:
         self._lens = list(lens)
+        self._held = np.repeat(np.array(self._lens, np.int64)[:, None], self.heads, axis=1)
         # Plain attributes: a compiled forward guards what it reads, here one number instead of a list.
         self.longest = max(self._lens, default=0)
         self.even = len(set(self._lens)) <= 1

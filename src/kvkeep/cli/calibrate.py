@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,7 +52,7 @@ def calibrate(
     source = loading.resolve(model, report.note)
     with report.waiting(f"loading {model}"):
         loaded = loading.load_model(source, dtype=dtype, attention=attention, device=device, threads=threads)
-    begin = time.perf_counter()
+    begin = perf_counter()
     with bar() as progress:
         statistics = capture(
             loaded.model,
@@ -62,7 +62,7 @@ def calibrate(
             chunk=chunk,
             progress=progress,
         )
-    seconds = time.perf_counter() - begin
+    seconds = perf_counter() - begin
     statistics.save(out)
     facts = summary(statistics, out, seconds)
     if facts["tokens"] < _FEW_TOKENS:
@@ -133,12 +133,12 @@ def bar() -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}"))
-    begin = time.perf_counter()
+    begin = perf_counter()
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("", total=None, pace="")
 
         def progress(done: int, total: int) -> None:
-            rate = done / max(time.perf_counter() - begin, 1e-9)
+            rate = done / max(perf_counter() - begin, 1e-9)
             left = timedelta(seconds=round((total - done) / rate))
             shown.update(task, completed=done, total=total, pace=f"{rate:.0f} tokens/s, {left} left")
 

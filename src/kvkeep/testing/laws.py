@@ -61,9 +61,11 @@ def prompts_in_chunks(subject: Subject) -> None:
         raise SkipTest(f"{policy.name} protects the prompt")
     chunk, count = 7, policy.amount.count
     run = dataclasses.replace(subject, policy=policy).run(prompts=(2 * count, 3, count), chunk=chunk)
-    fullest = max(_most_entries(forward) for forward in run.cache.seen)
     bound = count + max(chunk, policy.buffer)
+    fullest = max(_most_entries(forward) for forward in run.cache.seen)
     require(fullest <= bound, f"{fullest} entries per head at the fullest moment, more than {bound}")
+    peak = run.cache.trace.peak_entries
+    require(policy.traits.ragged or peak <= bound, f"a head holds {peak} entries, more than {bound}")
     require(
         run.cache.trace.evictions > 3, "a prompt of twice the budget was read without an eviction per chunk"
     )
