@@ -104,8 +104,10 @@ class Twin(RuleBasedStateMachine):
     @rule(spare=st.integers(0, 3))
     def shrink(self, spare: int) -> None:
         """Fewer pages, moved together."""
-        self.pool.shrink(self.pool.used + spare)
-        assert self.pool.free <= max(spare, self.pool.capacity - self.pool.used)
+        before, wanted = self.pool.capacity, self.pool.used + spare
+        self.pool.shrink(wanted)
+        assert self.pool.capacity == min(before, wanted)
+        assert self.pool.keys.shape[0] == self.pool.capacity + 1
 
     @precondition(lambda self: self.number > 1)
     @rule(data=st.data(), layer=st.integers(0, 1))
