@@ -15,7 +15,7 @@ from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.row_trace import RowTrace
 from kvkeep.evaluation.decoding import Written
 from kvkeep.evaluation.generator import Completion, Job, ModelGenerator, end_tokens, pad_left
-from kvkeep.evaluation.identity import weights_sha256
+from kvkeep.evaluation.identity import weights_hashes, weights_sha256
 from kvkeep.evaluation.prompts import PromptTemplate, prompt_template
 from kvkeep.evaluation.runlog import differences
 from kvkeep.evaluation.sampling import Sampler, Sampling, sampling_preset
@@ -250,6 +250,15 @@ def test_one_changed_weight_changes_the_hash() -> None:
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1e-6
     assert weights_sha256(model) != before
+
+
+def test_a_model_is_known_by_its_weights_in_other_types_too() -> None:
+    """Weights published in bfloat16 are the same model when they are loaded as float32."""
+    half = tiny_model().bfloat16()
+    names = list(weights_hashes(half.float()))
+    assert weights_sha256(tiny_model().bfloat16()) in names
+    assert names == [weights_sha256(half), weights_sha256(tiny_model().bfloat16())]
+    assert weights_sha256(tiny_model()) not in names
 
 
 def test_end_tokens_are_those_of_model_and_tokenizer() -> None:

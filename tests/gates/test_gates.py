@@ -101,6 +101,22 @@ def test_files(variant: str, tmp_path: Path) -> None:
     assert read_tensors(path, "gates")[1]["training"] == {"steps": 3}
 
 
+def test_files_say_whose_gates_they_are(tmp_path: Path) -> None:
+    """By hash of the base model's weights: asked for, handed on when saved again, and not needed."""
+    gates, path = gates_of("rg10"), tmp_path / "gates.safetensors"
+    kv_gates.save(gates, path, base_sha256="a" * 64, training={"steps": 3})
+    assert kv_gates.load(path, base_sha256="a" * 64).base == "a" * 64
+    assert kv_gates.load(path, base_sha256=iter(["b" * 64, "a" * 64])).base == "a" * 64
+    kv_gates.save(kv_gates.load(path), path)
+    for wrong in ("b" * 64, ["b" * 64, "c" * 64]):
+        with pytest.raises(
+            DataFileError, match="weights have SHA-256 aaaaaaaaaaaa…, and this model's have bbbb"
+        ):
+            kv_gates.load(path, base_sha256=wrong)
+    kv_gates.save(gates, path)
+    assert kv_gates.load(path, base_sha256="b" * 64).base is None
+
+
 def unrolled(gates: RetentionGates, path: Path, shift: float = 0.0) -> None:
     """Write a shared projection once per layer, as one released checkpoint has it."""
     state = gates.state_dict()

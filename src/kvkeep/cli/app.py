@@ -13,6 +13,7 @@ from kvkeep.cli import (
     compare,
     demo,
     evaluate,
+    gates,
     generate,
     match,
     perplexity,
@@ -41,6 +42,7 @@ app.add_typer(evaluate.app, name="eval")
 app.command("match")(match.match)
 app.command("perplexity")(perplexity.perplexity)
 app.command("compare")(compare.compare)
+app.add_typer(gates.app, name="gates")
 app.add_typer(study.app, name="study")
 app.command("report")(report_page.report)
 app.command("power")(power.power)

@@ -176,10 +176,16 @@ def load_gates(path: Path | None, loaded: Loaded) -> Any:
     """Read gates to where the model is, and check that they belong to it; ``None`` stays ``None``."""
     if path is None:
         return None
+    from kvkeep.cli.report import note
     from kvkeep.engine.spec import model_spec
+    from kvkeep.evaluation.identity import weights_hashes
     from kvkeep.gates import load
 
-    return load(path, model_spec(loaded.model.config)).to(loaded.model.device)
+    own = weights_hashes(loaded.model)
+    gates = load(path, model_spec(loaded.model.config), base_sha256=own)
+    if gates.base is None:
+        note(f"{path} does not say by which weights it was trained: only sizes were checked.")
+    return gates.to(loaded.model.device)
 
 
 def device_named(name: str) -> Any:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,35 @@ from kvkeep.core.policy import Policy
 _PACKAGES = ("torch", "transformers", "tokenizers", "math-verify")
 
 
-def weights_sha256(model: torch.nn.Module) -> str:
-    """sha256 over names, types, shapes and bytes of all weights, however they were stored in files."""
+def weights_sha256(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
+    """sha256 over names, types, shapes and bytes of all weights, however they were stored in files.
+
+    Parameters
+    ----------
+    dtype
+        Hash the weights as this type; ``None``: as they are.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().contiguous().cpu().reshape(-1)
         if flat.numel():
             digest.update(memoryview(flat.view(torch.uint8).numpy()))
     return digest.hexdigest()
+
+
+def weights_hashes(model: torch.nn.Module) -> Iterator[str]:
+    """The hashes that a model may be known by, one by one: of its weights as loaded, then as other types.
+
+    Weights published in bfloat16 are the same model when they are loaded as float32, and the other way round.
+    """
+    yield weights_sha256(model)
+    loaded = next(model.parameters()).dtype
+    for dtype in (torch.float32, torch.bfloat16):
+        if dtype != loaded:
+            yield weights_sha256(model, dtype)
 
 
 def versions() -> dict[str, str]:

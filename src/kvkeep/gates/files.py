@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,22 +21,38 @@ _FORMAT = 1
 
 
 def save(
-    gates: RetentionGates, path: str | os.PathLike[str], *, training: Mapping[str, Any] | None = None
+    gates: RetentionGates,
+    path: str | os.PathLike[str],
+    *,
+    base_sha256: str | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> None:
     """Write gates, whole or not at all.
 
     Parameters
     ----------
+    base_sha256
+        Hash of the weights of the model that they were trained beside
+        (:func:`kvkeep.evaluation.identity.weights_sha256`). ``None``: what the gates know themselves.
     training
         Where they come from: anything that JSON can hold.
     """
     shape = dataclasses.asdict(gates.shape) | {"layers": list(gates.shape.layers)}
-    write_tensors(
-        path, _KIND, gates.state_dict(), {"format": _FORMAT, "shape": shape, "training": dict(training or {})}
-    )
+    facts = {
+        "format": _FORMAT,
+        "shape": shape,
+        "base_weights_sha256": gates.base if base_sha256 is None else base_sha256,
+        "training": dict(training or {}),
+    }
+    write_tensors(path, _KIND, gates.state_dict(), facts)
 
 
-def load(path: str | os.PathLike[str], spec: ModelSpec | None = None) -> RetentionGates:
+def load(
+    path: str | os.PathLike[str],
+    spec: ModelSpec | None = None,
+    *,
+    base_sha256: str | Iterable[str] | None = None,
+) -> RetentionGates:
     """Read gates that :func:`save` wrote, on the CPU and ready for inference.
 
     A last projection that is meant to be shared may stand in the file once, or once per layer: equal copies
@@ -48,6 +64,10 @@ def load(path: str | os.PathLike[str], spec: ModelSpec | None = None) -> Retenti
         The file.
     spec
         Check right away that the gates fit this model; :class:`~kvkeep.RetentionCache` checks in any case.
+    base_sha256
+        Hash of the model's weights, or hashes that they may be known by
+        (:func:`kvkeep.evaluation.identity.weights_hashes`), read one by one until one is the file's. A file that names no hash fits any; then ``base`` of the
+        gates is ``None``.
 
     Raises
     ------
@@ -67,6 +87,7 @@ def load(path: str | os.PathLike[str], spec: ModelSpec | None = None) -> Retenti
         shape, tensors = _tie(shape, tensors)
         gates = RetentionGates(shape)
         gates.load_state_dict(tensors)
+        gates.base = header.get("base_weights_sha256")
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise ValueError("a number is not finite")
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -77,7 +98,24 @@ def load(path: str | os.PathLike[str], spec: ModelSpec | None = None) -> Retenti
             f"{path} does not fit this {spec.model_type!r} model: {'; '.join(reasons)}. Take gates that were "
             "trained for it."
         )
+    if base_sha256 is not None and gates.base is not None:
+        hashes = [base_sha256] if isinstance(base_sha256, str) else base_sha256
+        _check_base(path, gates.base, hashes)
     return gates.eval().requires_grad_(False)
+
+
+def _check_base(path: str | os.PathLike[str], base: str, hashes: Iterable[str]) -> None:
+    tried = []
+    for each in hashes:
+        if each == base:
+            return
+        tried.append(each)
+    own = " or ".join(f"{each[:12]}…" for each in tried)
+    raise DataFileError(
+        f"{path} was trained beside a model whose weights have SHA-256 {base[:12]}…, and this model's have "
+        f"{own}: take the very weights that the gates were trained with, in the same number type, or gates "
+        "that were trained for these."
+    )
 
 
 def _tie(shape: GateShape, tensors: dict[str, Tensor]) -> tuple[GateShape, dict[str, Tensor]]:

@@ -63,6 +63,8 @@ class RetentionGates(nn.Module):
     def __init__(self, shape: GateShape, *, bias: float = OPEN) -> None:
         super().__init__()
         self.shape = shape
+        #: Hash of the weights of the model that they were trained beside; ``None`` if nobody said.
+        self.base: str | None = None
         self.layers = nn.ModuleDict({str(index): LayerGate(shape) for index in shape.layers})
         self.shared = nn.Linear(shape.width, shape.rows) if shape.tied else None
         for module in self.modules():
