@@ -66,8 +66,8 @@ def load(
         Check right away that the gates fit this model; :class:`~kvkeep.RetentionCache` checks in any case.
     base_sha256
         Hash of the model's weights, or hashes that they may be known by
-        (:func:`kvkeep.evaluation.identity.weights_hashes`), read one by one until one is the file's. A file that names no hash fits any; then ``base`` of the
-        gates is ``None``.
+        (:func:`kvkeep.evaluation.identity.weights_hashes`), read one by one until one is the file's. A file
+        that names no hash fits any; then ``base`` of the gates is ``None``.
 
     Raises
     ------
