@@ -3,6 +3,7 @@
     python benchmarks/long_run.py --model trace-1 --policy "snapkv + whole-model" --budget 256 \\
         --tokens 100000 --out benchmarks/results/long-run-cpu.json
 
+With ``--resume FOLDER`` the state is written there after every window, and a second start goes on from it.
 Tokens are sampled at temperature 1, so that the text never settles into a loop. After every window the pages
 are counted and the positions checked. A model far beyond the positions that it was trained for writes
 nonsense: this measures the cache, not the text.
@@ -26,6 +27,8 @@ from kvkeep.benchmarking.report import describe_machine
 from kvkeep.cli import loading, report
 from kvkeep.engine.generation import cache_argument
 
+CACHE, STATE = "cache.safetensors", "state.pt"
+
 
 def main() -> None:
     """Run; print a line per window and write what is known so far."""
@@ -39,19 +42,27 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--resume", type=Path, default=None, help="folder for the state between windows")
     given = parser.parse_args()
     source = loading.resolve(given.model, report.note)
     model = loading.load_model(
         source, dtype="float32", attention="sdpa", device="auto", threads=given.threads
     ).model
-    cache = kvkeep.RetentionCache(
-        model, kvkeep.policy(given.policy, budget=given.budget), store=given.store, seed=given.seed
-    )
+    policy = kvkeep.policy(given.policy, budget=given.budget)
+    cache = kvkeep.RetentionCache(model, policy, store=given.store, seed=given.seed)
     generator = torch.Generator(device=model.device).manual_seed(given.seed)
     token = random_prompt(model, 1, 64, given.seed)
     windows, process, machine = [], psutil.Process(), describe_machine(model)
+    evictions = 0
+    if given.resume is not None and (given.resume / STATE).exists():
+        state = torch.load(given.resume / STATE, weights_only=True)
+        windows, token, evictions = state["windows"], state["token"], state["evictions"]
+        generator.set_state(state["generator"])
+        cache = kvkeep.RetentionCache.load(
+            given.resume / CACHE, model, policy, store=given.store, seed=given.seed
+        )
     with torch.inference_mode():
-        for begin in range(0, given.tokens, given.window):
+        for begin in range(len(windows) * given.window, given.tokens, given.window):
             seconds, finite, most, spent = [], True, 0, time.process_time()
             for _ in range(given.window):
                 start = time.perf_counter()
@@ -83,11 +94,21 @@ def main() -> None:
                     "policy": cache.policy.name,
                     "budget": given.budget,
                     "store": cache.store_kind,
-                    "evictions": trace.evictions,
+                    "evictions": evictions + trace.evictions,
                     "integrity": "checked after every window",
                     "windows": windows,
                 }
                 given.out.write_text(json.dumps(facts, indent=1) + "\n")
+            if given.resume is not None:
+                given.resume.mkdir(parents=True, exist_ok=True)
+                cache.save(given.resume / CACHE)
+                state = {
+                    "windows": windows,
+                    "token": token,
+                    "evictions": evictions + trace.evictions,
+                    "generator": generator.get_state(),
+                }
+                torch.save(state, given.resume / STATE)
 
 
 if __name__ == "__main__":
