@@ -17,6 +17,7 @@ from kvkeep.evaluation.identity import weights_sha256
 from kvkeep.evaluation.retention_reading import read_log_betas
 from kvkeep.gates.inspection import summarise
 from kvkeep.testing.models import random_gates, tiny_model
+from tests.gates.published import publish
 
 Run = Callable[..., Result]
 
@@ -111,3 +112,13 @@ def test_numbers_in_four_characters() -> None:
     """A column of half-lives from a token to the published start."""
     numbers = (0.31, 9.94, 27.4, 999.4, 1440, 46_000_000, 3e40)
     assert [count(each) for each in numbers] == ["0.3", "9.9", "27", "999", "1.4k", "46M", ">1T"]
+
+
+def test_a_published_folder(run: Run, tiny_folder: Path, place: Path) -> None:
+    """What the authors release goes where kvkeep's own file goes."""
+    gates = random_gates(tiny_model("llama")).float()
+    publish(gates, place / "published")
+    result = inspect(run, tiny_folder, place, "--json", gates="published")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["gates"]["sha256"] == gates.sha256
+    assert "does not say by which weights" in " ".join(result.stderr.split())

@@ -68,7 +68,12 @@ Store = Annotated[
         "paged where the policy needs it."
     ),
 ]
-Gates = Annotated[Path | None, typer.Option(help="Retention gates of this model, for trimkv and dbtrimkv.")]
+Gates = Annotated[
+    Path | None,
+    typer.Option(
+        help="Retention gates of this model, for trimkv and dbtrimkv: kvkeep's file, or a published folder."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of stochastic policies and of sampling.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads [torch's own choice].")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 from kvkeep.core.errors import DataFileError
 from kvkeep.core.files import read_tensors, write_tensors
 from kvkeep.core.spec import ModelSpec
+from kvkeep.gates.checkpoint import is_published
 from kvkeep.gates.modules import RetentionGates
+from kvkeep.gates.published import read_published
 from kvkeep.gates.shape import GateShape
 
 _KIND = "gates"
@@ -53,7 +56,7 @@ def load(
     *,
     base_sha256: str | Iterable[str] | None = None,
 ) -> RetentionGates:
-    """Read gates that :func:`save` wrote, on the CPU and ready for inference.
+    """Read gates that :func:`save` wrote or that their authors publish, on the CPU and ready for inference.
 
     A last projection that is meant to be shared may stand in the file once, or once per layer: equal copies
     become one again, different ones are kept as they are.
@@ -61,7 +64,7 @@ def load(
     Parameters
     ----------
     path
-        The file.
+        The file; or a checkpoint of ngocbh/trimkv, folder or file (:mod:`kvkeep.gates.published`).
     spec
         Check right away that the gates fit this model; :class:`~kvkeep.RetentionCache` checks in any case.
     base_sha256
@@ -75,19 +78,17 @@ def load(
         If the file is missing, damaged, of another kind or format, or made for another model: the message
         names what differs.
     """
-    tensors, header = read_tensors(path, _KIND)
-    if header.get("format") != _FORMAT:
-        raise DataFileError(
-            f"{path} has gate format {header.get('format')!r}; this version reads {_FORMAT}: save the gates "
-            "with this version of kvkeep."
-        )
+    place, base = Path(path), None
+    published = read_published(place, spec) if is_published(place) else None
     try:
-        facts = dict(header["shape"])
-        shape = GateShape(**facts | {"layers": tuple(facts["layers"])})
+        if published is None:
+            shape, tensors, base = _read_own(place)
+        else:
+            shape, tensors = published
         shape, tensors = _tie(shape, tensors)
         gates = RetentionGates(shape)
         gates.load_state_dict(tensors)
-        gates.base = header.get("base_weights_sha256")
+        gates.base = base
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise ValueError("a number is not finite")
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -102,6 +103,19 @@ def load(
         hashes = [base_sha256] if isinstance(base_sha256, str) else base_sha256
         _check_base(path, gates.base, hashes)
     return gates.eval().requires_grad_(False)
+
+
+def _read_own(path: Path) -> tuple[GateShape, dict[str, Tensor], str | None]:
+    """Sizes, tensors and the hash of the base model, of a file of our own."""
+    tensors, header = read_tensors(path, _KIND)
+    if header.get("format") != _FORMAT:
+        raise DataFileError(
+            f"{path} has gate format {header.get('format')!r}; this version reads {_FORMAT}: save the gates "
+            "with this version of kvkeep."
+        )
+    facts = dict(header["shape"])
+    shape = GateShape(**facts | {"layers": tuple(facts["layers"])})
+    return shape, tensors, header.get("base_weights_sha256")
 
 
 def _check_base(path: str | os.PathLike[str], base: str, hashes: Iterable[str]) -> None:

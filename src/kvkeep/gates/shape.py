@@ -80,7 +80,7 @@ class GateShape:
             tied=architecture == "rg10" if tied is None else tied,
             scalar=scalar,
             width=width,
-            activation=_activation(config),
+            activation=activation_of(config),
             model_type=spec.model_type,
             hidden_size=config.hidden_size,
             kv_heads=spec.kv_heads,
@@ -107,7 +107,8 @@ class GateShape:
         ]
 
 
-def _activation(config: Any) -> str:
+def activation_of(config: Any) -> str:
+    """Name of a model's activation, however its config spells the field."""
     for name in ("hidden_act", "hidden_activation", "activation_function"):
         found = getattr(config, name, None)
         if isinstance(found, str):
