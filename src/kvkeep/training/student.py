@@ -1,0 +1,135 @@
+"""One forward of training: the model with everything kept, the same with fading entries, and the losses between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvkeep.core.errors import UnsupportedError
+from kvkeep.gates.capacity import capacity_loss, expected_entries
+from kvkeep.gates.modules import RetentionGates
+from kvkeep.kernels.retention_attention import Packing
+from kvkeep.training.documents import IGNORED, Rows
+from kvkeep.training.fading import Tape
+from kvkeep.training.head import LogitHead
+from kvkeep.training.losses import prediction_losses
+from kvkeep.training.recipe import Recipe
+
+#: How far logits may be off, relative to the largest; bfloat16 reaches half a percent.
+_TOLERANCE = 0.03
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Losses of one forward (scalars).
+
+    Parameters
+    ----------
+    total
+        What is minimized.
+    kl, next_token, full
+        Distance to the full cache, next-token loss with fading entries and with the full cache, in nats.
+    capacity
+        Excess over the memory, as a share.
+    alive
+        Entries per head at the last token of a document, by the gates, mean over documents.
+    """
+
+    total: Tensor
+    kl: Tensor
+    next_token: Tensor
+    full: Tensor
+    capacity: Tensor
+    alive: Tensor
+
+
+class Student(nn.Module):
+    """Model and gates as one module, of which only the gates learn.
+
+    Parameters
+    ----------
+    model
+        The frozen model, with ``tape`` open on it.
+    gates
+        What learns.
+    recipe
+        Settings.
+    tape
+        From :func:`kvkeep.training.fading.fading`.
+    """
+
+    def __init__(self, model: PreTrainedModel, gates: RetentionGates, recipe: Recipe, tape: Tape) -> None:
+        super().__init__()
+        self.model, self.gates, self.recipe, self.tape = model, gates, recipe, tape
+        self.decoder, self.head = model.get_decoder(), LogitHead(model)
+
+    def hidden(self, rows: Rows, gates: RetentionGates | None) -> Tensor:
+        """Last hidden states ``[rows, tokens, hidden_size]``."""
+        self.tape.begin(rows.packing, gates)
+        out: Tensor = self.decoder(
+            input_ids=rows.ids, position_ids=rows.packing.positions, use_cache=False
+        ).last_hidden_state
+        return out
+
+    def forward(self, rows: Rows) -> Terms:
+        """Losses of one batch of rows."""
+        recipe, learned = self.recipe, rows.targets != IGNORED
+        with torch.no_grad():
+            teacher = self.hidden(rows, None)[learned]
+        student = self.hidden(rows, self.gates)[learned]
+        log_betas = [self.tape.log_betas[layer] for layer in sorted(self.tape.log_betas)]
+        kl, next_token, full = prediction_losses(
+            self.head, student, teacher, rows.targets[learned], recipe.block
+        )
+        weights = recipe.kl, recipe.next_token
+        base = (recipe.kl * kl + recipe.next_token * next_token) / sum(weight > 0 for weight in weights)
+        with torch.set_grad_enabled(recipe.capacity > 0 and torch.is_grad_enabled()):
+            capacity = capacity_loss(log_betas, rows.packing, recipe.memory, recipe.limit)
+        alive = _alive([each.detach() for each in log_betas], rows.packing)
+        total = base + recipe.capacity * capacity
+        return Terms(total, kl.detach(), next_token.detach(), full, capacity.detach(), alive)
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        """float32 ``[tokens, vocabulary]`` of one text ``[1, tokens]``, with everything kept."""
+        packing = Packing(torch.zeros_like(ids), torch.arange(ids.shape[1], device=ids.device)[None])
+        return self.head(self.hidden(Rows(ids, ids, packing), None)[0])
+
+
+@torch.no_grad()
+def _alive(log_betas: Sequence[Tensor], packing: Packing) -> Tensor:
+    """Mean entries per head at the last token of each document."""
+    documents = packing.documents
+    ends = torch.ones_like(documents, dtype=torch.bool)
+    ends[:, :-1] = documents[:, 1:] != documents[:, :-1]
+    ends &= packing.real
+    sums = [expected_entries(each, packing).mean(1)[ends].mean() for each in log_betas]
+    return torch.stack([each.to(documents.device) for each in sums]).mean()
+
+
+def require_plain(model: PreTrainedModel, mine: Tensor, theirs: Tensor) -> None:
+    """Refuse a model that training would read otherwise than it reads itself.
+
+    Training has its own attention and its own output; a model whose attention does more than a softmax over
+    products (learned sinks, soft caps) would be trained as another model.
+
+    Parameters
+    ----------
+    mine, theirs
+        Logits of the same text, from :meth:`Student.logits` and from the model.
+
+    Raises
+    ------
+    UnsupportedError
+        If they differ.
+    """
+    gap = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
+    if not gap < _TOLERANCE:
+        raise UnsupportedError(
+            f"gates cannot be trained on {type(model).__name__}",
+            [f"with plain softmax attention its logits differ by {gap:.1%} of the largest from its own"],
+        )

@@ -1,0 +1,285 @@
+"""The training loop, from top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvkeep.core.errors import ConfigError, DataFileError, KvkeepError
+from kvkeep.core.files import atomic_path, tensor_digest
+from kvkeep.engine.attention import restore
+from kvkeep.engine.spec import model_spec
+from kvkeep.gates.modules import RetentionGates
+from kvkeep.training.documents import Documents
+from kvkeep.training.fading import fading
+from kvkeep.training.recipe import Recipe
+from kvkeep.training.student import Student, Terms, require_plain
+
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+_CHECKED_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step reports.
+
+    Parameters
+    ----------
+    step, steps
+        Steps done, and in all.
+    terms
+        Losses by name, mean over the forwards of the step and over processes.
+    rate
+        Learning rate.
+    tokens
+        Tokens read so far, by all processes.
+    seconds
+        Time so far, of all runs of this training.
+    """
+
+    step: int
+    steps: int
+    terms: dict[str, float]
+    rate: float
+    tokens: int
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        """One line for a log."""
+        terms = " ".join(f"{name} {value:.4g}" for name, value in self.terms.items())
+        left = self.seconds / self.step * (self.steps - self.step) / 60
+        pace = self.tokens / max(self.seconds, 1e-9)
+        return f"step {self.step}/{self.steps} {terms} | rate {self.rate:.2g} | {pace:.0f} tokens/s, {left:.0f} min left"
+
+
+@dataclass
+class Trainer:
+    """A training run: everything that a checkpoint holds, and what makes a step.
+
+    Parameters
+    ----------
+    student, documents, recipe
+        What learns, from what, and how.
+    accelerator
+        Of the accelerate package.
+    base
+        Hash of the model's weights; a checkpoint of another model is refused.
+    """
+
+    student: Student
+    documents: Documents
+    recipe: Recipe
+    accelerator: Any
+    base: str
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    optimizer: Any = field(init=False)
+    wrapped: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        adam = torch.optim.AdamW(
+            self.student.gates.parameters(), lr=self.recipe.rate, weight_decay=self.recipe.weight_decay
+        )
+        self.wrapped, self.optimizer = self.accelerator.prepare(self.student, adam)
+
+    def train_step(self) -> Progress:
+        """Take one optimizer step."""
+        begin, recipe, accelerator = time.perf_counter(), self.recipe, self.accelerator
+        rate = recipe.rate_at(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        sums: dict[str, torch.Tensor] = {}
+        for nth in range(recipe.accumulate):
+            rows = self.documents.batch(
+                self.step * recipe.accumulate + nth, accelerator.num_processes, accelerator.process_index
+            ).to(accelerator.device)
+            with accelerator.accumulate(self.wrapped):
+                terms: Terms = self.wrapped(rows)
+                accelerator.backward(terms.total)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(self.student.gates.parameters(), recipe.clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            for name, value in dataclasses.asdict(terms).items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
+            self.tokens += rows.ids.numel() * accelerator.num_processes
+        means = {
+            name: float(accelerator.reduce(value, "mean")) / recipe.accumulate for name, value in sums.items()
+        }
+        if not all(torch.isfinite(torch.tensor(value)) for value in means.values()):
+            raise KvkeepError(f"training failed at step {self.step + 1}: {means}. Lower the rate.")
+        self.step += 1
+        self.seconds += time.perf_counter() - begin
+        return Progress(self.step, recipe.steps, means, rate, self.tokens, self.seconds)
+
+    @torch.no_grad()
+    def measure(self, held_out: Documents, batches: int) -> dict[str, float]:
+        """Losses on rows that were not trained on, mean over batches."""
+        sums: dict[str, float] = {}
+        for number in range(batches):
+            terms = self.student(held_out.batch(number).to(self.accelerator.device))
+            for name, value in dataclasses.asdict(terms).items():
+                sums[name] = sums.get(name, 0.0) + float(value) / batches
+        return sums
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; an interrupted write leaves the one before."""
+        state = {
+            "gates": self.student.gates.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": {"step": self.step, "tokens": self.tokens, "seconds": self.seconds},
+            "recipe": self.recipe.facts(),
+            "data": self.documents.name,
+            "base": self.base,
+        }
+        if self.accelerator.is_main_process:
+            with atomic_path(folder / CHECKPOINT) as temporary:
+                torch.save(state, temporary)
+
+    def resume(self, folder: Path) -> None:
+        """Continue where a checkpoint ended: the steps that follow are those that would have followed.
+
+        Raises
+        ------
+        DataFileError
+            If the checkpoint cannot be read.
+        ConfigError
+            If it belongs to another model, other data or another recipe.
+        """
+        path = folder / CHECKPOINT
+        try:
+            state = torch.load(path, weights_only=True, map_location="cpu")
+        except Exception as error:
+            raise DataFileError(f"cannot read {path} ({error}): train without --resume.") from error
+        facts = {"recipe": self.recipe.facts(), "data": self.documents.name, "base": self.base}
+        differing = [name for name, value in facts.items() if state[name] != value]
+        if "recipe" in differing:
+            mine, theirs = facts["recipe"], state["recipe"]
+            differing += [f"{name} {theirs.get(name)} there, {mine[name]} here" for name in mine if mine[name] != theirs.get(name)]
+        if differing:
+            raise ConfigError(f"{path} belongs to another training: {'; '.join(differing)}.")
+        self.student.gates.load_state_dict(state["gates"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens = state["progress"]["step"], state["progress"]["tokens"]
+        self.seconds = state["progress"]["seconds"]
+
+
+def digest(model: PreTrainedModel) -> str:
+    """Hash of a model's weights, to prove that training left them alone."""
+    return tensor_digest({name: each.cpu().contiguous() for name, each in model.state_dict().items()})
+
+
+@contextmanager
+def training(
+    model: PreTrainedModel, documents: Documents, recipe: Recipe, base: str, accelerator: Any = None
+) -> Iterator[Trainer]:
+    """Prepare a run; at the end the model is as it was.
+
+    Parameters
+    ----------
+    model
+        A causal language model of transformers.
+    documents
+        What to read.
+    recipe
+        Settings.
+    base
+        Hash of the model's weights.
+    accelerator
+        One of your own, with ``gradient_accumulation_steps=recipe.accumulate``.
+
+    Raises
+    ------
+    UnsupportedError
+        With every reason, if gates cannot be trained on the model.
+    """
+    if accelerator is None:
+        accelerator = make_accelerator(recipe)
+    spec = model_spec(model.config)
+    torch.manual_seed(recipe.seed)
+    gates = RetentionGates(recipe.shape(spec), bias=recipe.bias).to(accelerator.device)
+    restore(model)
+    asked = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    was_training, checkpointing = model.training, model.is_gradient_checkpointing
+    model.eval().requires_grad_(False)
+    ids = documents.batch(0).ids[:1, :_CHECKED_TOKENS].to(accelerator.device)
+    with torch.no_grad():
+        theirs = model(input_ids=ids, use_cache=False).logits[0].float()
+    try:
+        with fading(model, spec) as tape:
+            student = Student(model, gates, recipe, tape)
+            require_plain(model, student.logits(ids), theirs)
+            if recipe.checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.train()  # layers are computed again in training mode only; nothing here has dropout
+            yield Trainer(student, documents, recipe, accelerator, base)
+    finally:
+        if recipe.checkpointing and not checkpointing:
+            model.gradient_checkpointing_disable()
+        model.train(was_training)
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(asked[name])
+
+
+def make_accelerator(recipe: Recipe, **options: Any) -> Any:
+    """Make an accelerator for a recipe.
+
+    Raises
+    ------
+    ConfigError
+        If accelerate is not installed.
+    """
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise ConfigError('training gates needs accelerate: pip install "kvkeep[train]".') from error
+    return Accelerator(gradient_accumulation_steps=recipe.accumulate, **options)
+
+
+def train(
+    trainer: Trainer,
+    folder: Path,
+    *,
+    resume: bool = False,
+    report: Callable[[Progress], object] = lambda progress: None,
+    save_every: float = 120.0,
+) -> None:
+    """Train to the last step.
+
+    Parameters
+    ----------
+    folder
+        Where checkpoint and log go.
+    resume
+        Continue from the checkpoint that is there, if there is one.
+    report
+        Called after each step, by the main process.
+    save_every
+        Seconds between checkpoints; one more is written at the end.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if resume and (folder / CHECKPOINT).exists():
+        trainer.resume(folder)
+    main, saved = trainer.accelerator.is_main_process, time.monotonic()
+    with (folder / LOG).open("a" if resume else "w", encoding="utf-8") as log:
+        while trainer.step < trainer.recipe.steps:
+            progress = trainer.train_step()
+            if main:
+                log.write(json.dumps(dataclasses.asdict(progress)) + "\n")
+                log.flush()
+                report(progress)
+            if time.monotonic() - saved > save_every:
+                trainer.save(folder)
+                saved = time.monotonic()
+    trainer.save(folder)
