@@ -12,7 +12,9 @@ from kvkeep.kernels.retention_attention import Packing, retention_attention_bloc
 
 def packing(lengths: list[list[int]]) -> Packing:
     """Rows of documents of these lengths; a negative length is padding."""
-    documents = [[nth if n > 0 else -1 for nth, n in enumerate(row) for _ in range(abs(n))] for row in lengths]
+    documents = [
+        [nth if n > 0 else -1 for nth, n in enumerate(row) for _ in range(abs(n))] for row in lengths
+    ]
     positions = [[place for n in row for place in range(abs(n))] for row in lengths]
     return Packing(torch.tensor(documents), torch.tensor(positions))
 

@@ -1,15 +1,16 @@
-"""`kvkeep gates`: look at retention gates."""
+"""`kvkeep gates`: train retention gates, and look at them."""
 
 from __future__ import annotations
 
 import typer
 
-from kvkeep.cli import gates_inspect
+from kvkeep.cli import gates_inspect, gates_train
 
-app = typer.Typer(help="Look at retention gates.", no_args_is_help=True)
+app = typer.Typer(help="Train retention gates, and look at them.", no_args_is_help=True)
+app.command("train")(gates_train.train)
 app.command("inspect")(gates_inspect.inspect)
 
 
 @app.callback()
 def root() -> None:
-    """Look at retention gates."""
+    """Train retention gates, and look at them."""

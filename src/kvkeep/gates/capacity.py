@@ -5,13 +5,12 @@
 Every entry fades at its own rate, so there is no recursion from one token to the next: the sum is taken in
 tiles, exactly, and its gradient computes the tiles again.
 
-Source: TrimKV (arXiv 2512.03324; one head at a time) and DBTrimKV (arXiv 2605.09649; all layers and heads at once);
-normalisers of the official code.
+Source: TrimKV (arXiv 2512.03324; each head by itself) and DBTrimKV (arXiv 2605.09649; all layers and heads
+together); normalizers of the official code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -83,13 +82,13 @@ def _retention(log_beta: Tensor, packing: Packing, rows: slice, columns: slice) 
     return (age * log_beta[..., None, columns]).exp_().mul_(visible), age
 
 
-def capacity_loss(log_betas: Sequence[Tensor], packing: Packing, memory: float, scope: Scope) -> Tensor:
+def capacity_loss(entries: Tensor, packing: Packing, memory: float, scope: Scope) -> Tensor:
     """Mean excess over the memory, among the places where there is any.
 
     Parameters
     ----------
-    log_betas
-        ``[batch, kv_heads, tokens]`` of each gated layer.
+    entries
+        ``[layers, batch, kv_heads, tokens]``: :func:`expected_entries` of each gated layer.
     packing
         Documents.
     memory
@@ -103,19 +102,14 @@ def capacity_loss(log_betas: Sequence[Tensor], packing: Packing, memory: float, 
     Tensor
         Scalar; 0 where nothing is too much.
     """
-    device, tokens = log_betas[0].device, log_betas[0].shape[2]
+    layers, _, heads, tokens = entries.shape
     free = memory * tokens if memory < 1 else memory
-    sums = torch.stack([expected_entries(each, _on(packing, each)).to(device) for each in log_betas])
-    last = packing.positions.to(device, sums.dtype)  # 0-based place in the document
-    real = packing.real.to(device)
+    last = packing.positions.to(entries.dtype)  # 0-based place in the document
+    real = packing.real
     if scope == "global":
         # Both sides of the published quotient divided by layers * heads.
-        excess, least = sums.mean((0, 2)) - free, 1 / (sums.shape[0] * sums.shape[2])
+        excess, least = entries.mean((0, 2)) - free, 1 / (layers * heads)
     else:
-        excess, last, real, least = sums - free, last[None, :, None], real[None, :, None], 1.0
+        excess, last, real, least = entries - free, last[None, :, None], real[None, :, None], 1.0
     share = excess.clamp(min=0) / (last - free).clamp(min=least) * real
     return share.sum() / (share > 0).sum().clamp(min=1)
-
-
-def _on(packing: Packing, like: Tensor) -> Packing:
-    return Packing(packing.documents.to(like.device), packing.positions.to(like.device))

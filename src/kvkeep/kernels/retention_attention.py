@@ -3,7 +3,7 @@
     logit[t, j] = scale * q_t . k_j + (t - j) * log_beta_j       for j <= t in the same document
 
 so an entry that was written ``a`` tokens ago weighs ``beta ** a`` times what it would. Exact, in blocks of
-queries: memory follows block times length, not length squared, and the backward pass computes each block again.
+queries: memory follows block times length, not its square, and the backward pass computes each block again.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class Packing:
     def real(self) -> Tensor:
         """bool ``[batch, tokens]``: not padding."""
         return self.documents >= 0
+
+    def to(self, device: torch.device | str) -> Packing:
+        """The same on a device."""
+        return Packing(self.documents.to(device), self.positions.to(device))
 
     def visible(self, rows: slice, columns: slice, window: int | None = None) -> Tensor:
         """bool ``[batch, rows, columns]``: causal, same document, at most ``window`` entries back.
@@ -133,9 +137,7 @@ class _Blocks(Function):
         keys, values = _full(key)[:, :, None], _full(value)[:, :, None]
         for begin in range(0, query.shape[2], ctx.block):
             end = min(begin + ctx.block, query.shape[2])
-            weights = _weights(
-                grouped[..., begin:end, :], key, log_beta, ctx.packing, ctx.scale, begin, end
-            )
+            weights = _weights(grouped[..., begin:end, :], key, log_beta, ctx.packing, ctx.scale, begin, end)
             given = _full(outer[..., begin:end, :])
             d_value[:, :, :end] += (weights.transpose(-1, -2) @ given).sum(2)
             d_weights = given @ values[..., :end, :].transpose(-1, -2)
@@ -168,7 +170,7 @@ def _grouped(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _ages(begin: int, end: int, log_beta: Tensor) -> Tensor:
-    """``[end - begin, end]``: how long ago each column was written, for each row; negative above the diagonal."""
+    """``[end - begin, end]``: tokens from each column to each row; negative above the diagonal."""
     place = torch.arange(end, device=log_beta.device)
     return (place[begin:, None] - place).to(log_beta.dtype)
 

@@ -43,7 +43,7 @@ def attend(
         return (here >= there) & (documents[row, here] == documents[row, there])
 
     mask = create_block_mask(visible, batch, None, tokens, tokens, device=query.device)
-    run = _compiled() if compiled else flex_attention
+    run: Any = _compiled() if compiled else flex_attention
     return run(  # type: ignore[no-any-return]
         query, key, value, score_mod=fade, block_mask=mask, scale=scale, enable_gqa=group > 1
     )

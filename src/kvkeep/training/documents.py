@@ -54,8 +54,7 @@ class Rows:
 
     def to(self, device: torch.device | str) -> Rows:
         """The same on a device."""
-        packing = Packing(self.packing.documents.to(device), self.packing.positions.to(device))
-        return Rows(self.ids.to(device), self.targets.to(device), packing)
+        return Rows(self.ids.to(device), self.targets.to(device), self.packing.to(device))
 
 
 #: The document of a number; data are a function of it, so that a resumed run reads what it would have read.
@@ -159,9 +158,9 @@ def cut(ids: Sequence[int], length: int) -> list[Document]:
 def read(path: Path, tokenizer: Any, length: int) -> list[Document]:
     """Read documents from a file.
 
-    ``.jsonl`` holds one document a line: ``{"messages": [...]}`` (a chat; what the assistant says is learned),
-    ``{"prompt": ..., "completion": ...}`` (the completion is learned) or ``{"text": ...}``. Anything else is
-    plain text.
+    ``.jsonl`` holds one document a line: ``{"messages": [...]}`` (a chat; learned from its first answer on),
+    ``{"prompt": ..., "completion": ...}`` (the completion is learned) or ``{"text": ...}``. Anything else
+    is plain text.
 
     Parameters
     ----------
@@ -187,7 +186,8 @@ def read(path: Path, tokenizer: Any, length: int) -> list[Document]:
             found += _parse(json.loads(line), tokenizer, length)
         except (ValueError, KeyError, TypeError) as error:
             raise DataFileError(
-                f"{path}, line {number}: {error}. A line holds 'messages', 'prompt' and 'completion', or 'text'."
+                f"{path}, line {number}: {error}. A line holds 'messages', 'prompt' and 'completion', or "
+                "'text'."
             ) from error
     return found
 

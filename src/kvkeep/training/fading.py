@@ -1,8 +1,8 @@
 """A model whose entries fade as gates say, for as long as a context is open.
 
 The attention function is chosen by name, as everywhere in kvkeep, and one forward pre-hook on each attention
-module computes log beta of that layer from what enters the module and hands it on as a keyword argument. Both are
-undone at the end; no weight and no class is touched.
+module computes log beta of that layer from what enters the module and hands it on as a keyword argument. Both
+are undone at the end; no weight and no class is touched.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ class Tape:
         if self.gates is None or layer not in self.gates.shape.layers:
             return None
         log_beta = self.gates(layer, hidden)
-        # A layer that is computed again in the backward pass says the same once more.
-        return self.log_betas.setdefault(layer, log_beta) if log_beta.requires_grad else log_beta
+        self.log_betas.setdefault(
+            layer, log_beta
+        )  # a layer computed again in the backward pass says the same
+        return log_beta
 
     def mask(self, window: int | None, device: Any) -> Tensor:
         """bool ``[batch, 1, tokens, tokens]``, made once for all layers."""
@@ -81,7 +83,9 @@ def fading(model: PreTrainedModel, spec: ModelSpec) -> Iterator[Tape]:
     reasons = tap_reasons(model, spec)
     layers = {layer.index: layer.window for layer in spec.layers}
     found = attention_modules(model, tuple(layers))
-    reasons += [f"layer {index} has no single attention module" for index in layers if len(found.get(index, ())) != 1]
+    reasons += [
+        f"layer {index} has no single attention module" for index in layers if len(found.get(index, ())) != 1
+    ]
     if reasons:
         raise UnsupportedError(f"gates cannot be trained on {type(model).__name__}", reasons)
     if _NAME not in ALL_ATTENTION_FUNCTIONS:
@@ -126,6 +130,6 @@ def _attend(
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
     else:
-        packing = Packing(tape.packing.documents.to(query.device), tape.packing.positions.to(query.device))
+        packing = tape.packing.to(query.device)
         out = retention_attention(query, key, value, log_beta.to(query.device), packing, scale)
     return out.transpose(1, 2).contiguous(), None

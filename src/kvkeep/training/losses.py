@@ -1,4 +1,4 @@
-"""The losses of prediction: stay close to the full cache, and predict the next token. Logits exist in blocks."""
+"""The losses of prediction: stay close to the full cache, predict the next token. Logits exist in blocks."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Recipe:
     accumulate
         Forwards of each process in one step.
     rate, least_rate, warmup, weight_decay
-        AdamW: the rate rises over ``warmup`` steps, then falls along half a cosine to ``least_rate`` of itself.
+        AdamW: the rate rises over ``warmup`` steps, then falls along half a cosine to this share of itself.
     clip
         Norm to which gradients are cut.
     kl, next_token, capacity
@@ -102,8 +102,8 @@ class Recipe:
             raise ConfigError("kl and next_token are both 0: nothing would keep the gates open.")
         if self.memory >= self.row:
             raise ConfigError(
-                f"memory {self.memory:g} is not below row {self.row}: no document of a row would ever fill it, "
-                "and the gates would learn nothing. Take longer rows or a smaller memory."
+                f"memory {self.memory:g} is not below row {self.row}: no document of a row would ever fill "
+                "it, and the gates would learn nothing. Take longer rows or a smaller memory."
             )
 
     @property

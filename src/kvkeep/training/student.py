@@ -1,9 +1,8 @@
-"""One forward of training: the model with everything kept, the same with fading entries, and the losses between."""
+"""One forward of training: the model with everything kept, then with fading entries, and the losses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ from kvkeep.training.recipe import Recipe
 _TOLERANCE = 0.03
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """Losses of one forward (scalars).
 
     Parameters
@@ -88,10 +86,17 @@ class Student(nn.Module):
         weights = recipe.kl, recipe.next_token
         base = (recipe.kl * kl + recipe.next_token * next_token) / sum(weight > 0 for weight in weights)
         with torch.set_grad_enabled(recipe.capacity > 0 and torch.is_grad_enabled()):
-            capacity = capacity_loss(log_betas, rows.packing, recipe.memory, recipe.limit)
-        alive = _alive([each.detach() for each in log_betas], rows.packing)
+            entries = torch.stack([self.entries(each, rows.packing) for each in log_betas])
+        capacity = capacity_loss(entries, rows.packing, recipe.memory, recipe.limit)
+        alive = _at_ends(entries.detach().mean((0, 2)), rows.packing)
         total = base + recipe.capacity * capacity
         return Terms(total, kl.detach(), next_token.detach(), full, capacity.detach(), alive)
+
+    @staticmethod
+    def entries(log_beta: Tensor, packing: Packing) -> Tensor:
+        """:func:`expected_entries` of a layer, computed where the layer is, on the device of the rows."""
+        there = packing.to(log_beta.device)
+        return expected_entries(log_beta, there).to(packing.documents.device)
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
@@ -100,15 +105,12 @@ class Student(nn.Module):
         return self.head(self.hidden(Rows(ids, ids, packing), None)[0])
 
 
-@torch.no_grad()
-def _alive(log_betas: Sequence[Tensor], packing: Packing) -> Tensor:
-    """Mean entries per head at the last token of each document."""
+def _at_ends(per_token: Tensor, packing: Packing) -> Tensor:
+    """Mean of numbers ``[batch, tokens]`` at the last token of each document."""
     documents = packing.documents
     ends = torch.ones_like(documents, dtype=torch.bool)
     ends[:, :-1] = documents[:, 1:] != documents[:, :-1]
-    ends &= packing.real
-    sums = [expected_entries(each, packing).mean(1)[ends].mean() for each in log_betas]
-    return torch.stack([each.to(documents.device) for each in sums]).mean()
+    return per_token[ends & packing.real].mean()
 
 
 def require_plain(model: PreTrainedModel, mine: Tensor, theirs: Tensor) -> None:

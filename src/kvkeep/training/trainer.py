@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvkeep.core.errors import ConfigError, DataFileError, KvkeepError
-from kvkeep.core.files import atomic_path, tensor_digest
+from kvkeep.core.files import atomic_path
 from kvkeep.engine.attention import restore
 from kvkeep.engine.spec import model_spec
 from kvkeep.gates.modules import RetentionGates
@@ -59,7 +59,10 @@ class Progress:
         terms = " ".join(f"{name} {value:.4g}" for name, value in self.terms.items())
         left = self.seconds / self.step * (self.steps - self.step) / 60
         pace = self.tokens / max(self.seconds, 1e-9)
-        return f"step {self.step}/{self.steps} {terms} | rate {self.rate:.2g} | {pace:.0f} tokens/s, {left:.0f} min left"
+        return (
+            f"step {self.step}/{self.steps} {terms} | rate {self.rate:.2g} | {pace:.0f} tokens/s, "
+            f"{left:.0f} min left"
+        )
 
 
 @dataclass
@@ -111,7 +114,7 @@ class Trainer:
                     accelerator.clip_grad_norm_(self.student.gates.parameters(), recipe.clip)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            for name, value in dataclasses.asdict(terms).items():
+            for name, value in terms._asdict().items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
             self.tokens += rows.ids.numel() * accelerator.num_processes
         means = {
@@ -129,7 +132,7 @@ class Trainer:
         sums: dict[str, float] = {}
         for number in range(batches):
             terms = self.student(held_out.batch(number).to(self.accelerator.device))
-            for name, value in dataclasses.asdict(terms).items():
+            for name, value in terms._asdict().items():
                 sums[name] = sums.get(name, 0.0) + float(value) / batches
         return sums
 
@@ -162,22 +165,25 @@ class Trainer:
             state = torch.load(path, weights_only=True, map_location="cpu")
         except Exception as error:
             raise DataFileError(f"cannot read {path} ({error}): train without --resume.") from error
-        facts = {"recipe": self.recipe.facts(), "data": self.documents.name, "base": self.base}
+        facts: dict[str, Any] = {
+            "recipe": self.recipe.facts(),
+            "data": self.documents.name,
+            "base": self.base,
+        }
         differing = [name for name, value in facts.items() if state[name] != value]
-        if "recipe" in differing:
+        if "recipe" in differing:  # name the settings
             mine, theirs = facts["recipe"], state["recipe"]
-            differing += [f"{name} {theirs.get(name)} there, {mine[name]} here" for name in mine if mine[name] != theirs.get(name)]
+            differing[:1] = [
+                f"{name} {theirs.get(name)} there, {value} here"
+                for name, value in mine.items()
+                if value != theirs.get(name)
+            ]
         if differing:
             raise ConfigError(f"{path} belongs to another training: {'; '.join(differing)}.")
         self.student.gates.load_state_dict(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["progress"]["step"], state["progress"]["tokens"]
         self.seconds = state["progress"]["seconds"]
-
-
-def digest(model: PreTrainedModel) -> str:
-    """Hash of a model's weights, to prove that training left them alone."""
-    return tensor_digest({name: each.cpu().contiguous() for name, each in model.state_dict().items()})
 
 
 @contextmanager
@@ -210,8 +216,9 @@ def training(
     torch.manual_seed(recipe.seed)
     gates = RetentionGates(recipe.shape(spec), bias=recipe.bias).to(accelerator.device)
     restore(model)
+    versions = {name: weight._version for name, weight in model.named_parameters()}
     asked = {name: weight.requires_grad for name, weight in model.named_parameters()}
-    was_training, checkpointing = model.training, model.is_gradient_checkpointing
+    was_training = model.training
     model.eval().requires_grad_(False)
     ids = documents.batch(0).ids[:1, :_CHECKED_TOKENS].to(accelerator.device)
     with torch.no_grad():
@@ -221,15 +228,24 @@ def training(
             student = Student(model, gates, recipe, tape)
             require_plain(model, student.logits(ids), theirs)
             if recipe.checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-                model.train()  # layers are computed again in training mode only; nothing here has dropout
+                _checkpointing(model, "enable", {"use_reentrant": False})
+                model.train()  # layers are computed again in training mode only; attention drops nothing out
             yield Trainer(student, documents, recipe, accelerator, base)
+        changed = [name for name, weight in model.named_parameters() if weight._version != versions[name]]
+        if changed:
+            raise KvkeepError(f"training wrote to weights of the model: {changed[:3]}. Load it again.")
     finally:
-        if recipe.checkpointing and not checkpointing:
-            model.gradient_checkpointing_disable()
+        if recipe.checkpointing:
+            _checkpointing(model, "disable")
         model.train(was_training)
         for name, weight in model.named_parameters():
             weight.requires_grad_(asked[name])
+
+
+def _checkpointing(model: PreTrainedModel, what: str, *options: Any) -> None:
+    """Switch activation checkpointing under whichever name this version of transformers has for it."""
+    new = getattr(model, f"activation_checkpointing_{what}", None)
+    (new or getattr(model, f"gradient_checkpointing_{what}"))(*options)
 
 
 def make_accelerator(recipe: Recipe, **options: Any) -> Any:
@@ -241,7 +257,7 @@ def make_accelerator(recipe: Recipe, **options: Any) -> Any:
         If accelerate is not installed.
     """
     try:
-        from accelerate import Accelerator
+        from accelerate import Accelerator  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError('training gates needs accelerate: pip install "kvkeep[train]".') from error
     return Accelerator(gradient_accumulation_steps=recipe.accumulate, **options)

@@ -115,6 +115,19 @@ class Task(ABC):
     def fingerprint(self) -> str:
         """sha256 (hex) of what decides the problems: the data file, or the generator's settings."""
 
+    def training_text(self, number: int) -> tuple[str, str]:
+        """Prompt and right completion of a training problem: any number, and never one of the splits.
+
+        Raises
+        ------
+        ConfigError
+            If the task has no training problems.
+        """
+        raise ConfigError(
+            f"task {self.name} has no training problems (every one is for measuring): train on a file, or on "
+            "trace."
+        )
+
     def grader_facts(self) -> dict[str, Any]:
         """Name, version and limits of the grader, for the header of a run."""
         return {"name": self.grader, "version": self.version}

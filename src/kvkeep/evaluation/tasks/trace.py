@@ -94,6 +94,11 @@ class Trace(Task):
         programs = self.programs(part)  # making programs takes seconds: only those of the part
         return [as_problem(name, programs[name]) for name in hash_order(programs)[:limit]]
 
+    def training_text(self, number: int) -> tuple[str, str]:
+        drawn = trace_task.problems(self.dials, "train", seed=f"gates/{self.seed}/{number}")
+        program = next(drawn)
+        return " ".join(program.prompt), " ".join(["", *program.chain])
+
     def grade(self, problem: Problem, text: str) -> Grade:
         program = self.programs(part_of(problem.id))[problem.id]
         words = text.split()

@@ -1,0 +1,187 @@
+"""`kvkeep gates train`: retention gates for a frozen model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvkeep.cli import options as opt
+from kvkeep.core.errors import ConfigError, KvkeepError
+
+if TYPE_CHECKING:
+    from kvkeep.training import Progress, Trainer
+
+GATES, CARD = "gates.safetensors", "README.md"
+_HELD_OUT_BATCHES = 8
+
+
+def train(
+    data: Annotated[
+        str,
+        typer.Option(help="Text file, .jsonl of chats, prompts with completions or texts, or a task: trace."),
+    ],
+    memory: Annotated[
+        float, typer.Option(help="Entries per KV head to live with; below 1 a share of the row.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for gates, card, log and checkpoint.")],
+    model: opt.Model = "demo",
+    policy: Annotated[
+        str, typer.Option(help="What the gates are for: dbtrimkv (one budget) or trimkv (one per head).")
+    ] = "dbtrimkv",
+    tied: Annotated[
+        bool | None, typer.Option("--tied/--untied", help="One last projection for all layers [dbtrimkv].")
+    ] = None,
+    scalar: Annotated[bool, typer.Option(help="One row of the last projection for all heads.")] = False,
+    width: Annotated[
+        int | None, typer.Option(help="Channels of the gates [512, or the model's if fewer].")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
+    row: Annotated[int, typer.Option(help="Tokens of a packed row; well above the memory.")] = 4096,
+    rows: Annotated[int, typer.Option(help="Rows in one forward.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Forwards in one step.")] = 4,
+    rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 2e-4,
+    warmup: Annotated[int, typer.Option(help="Steps in which the rate rises.")] = 100,
+    bias: Annotated[float, typer.Option(help="Where the gates start: 18 keeps everything.")] = 18.0,
+    kl: Annotated[float, typer.Option(help="Weight of the distance to the full cache.")] = 1.0,
+    next_token: Annotated[float, typer.Option(help="Weight of the next-token loss.")] = 1.0,
+    capacity: Annotated[float, typer.Option(help="Weight of the excess over the memory.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of first weights and data order.")] = 0,
+    block: Annotated[int, typer.Option(help="Tokens whose logits exist at once.")] = 8192,
+    checkpointing: Annotated[
+        bool, typer.Option(help="Compute activations twice: less memory, a third more time.")
+    ] = False,
+    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
+    threads: opt.Threads = None,
+    dtype: opt.Dtype = "float32",
+    device: opt.Device = "auto",
+    as_json: opt.AsJson = False,
+) -> None:
+    """Train retention gates for a model whose weights stay as they are.
+
+    With several processes or GPUs: `accelerate launch -m kvkeep gates train …`.
+    """
+    from kvkeep.training import Recipe, train, training
+    from kvkeep.training.trainer import CHECKPOINT, make_accelerator
+
+    if policy not in ("dbtrimkv", "trimkv"):
+        raise ConfigError(f"--policy {policy} has no gates: choose dbtrimkv or trimkv.")
+    recipe = Recipe(
+        memory=memory,
+        architecture="rg10" if policy == "dbtrimkv" else "rg",
+        tied=tied,
+        scalar=scalar,
+        width=width,
+        steps=steps,
+        row=row,
+        rows=rows,
+        accumulate=accumulate,
+        rate=rate,
+        warmup=warmup,
+        bias=bias,
+        kl=kl,
+        next_token=next_token,
+        capacity=capacity,
+        seed=seed,
+        block=block,
+        checkpointing=checkpointing,
+    )
+    if (out / CHECKPOINT).exists() and not resume:
+        raise ConfigError(
+            f"{out} holds a training already: continue it with --resume, or give another --out."
+        )
+
+    from kvkeep.cli import loading, report
+    from kvkeep.cli.gates_data import documents
+    from kvkeep.evaluation.identity import weights_sha256
+    from kvkeep.gates import save
+
+    accelerator = make_accelerator(recipe, cpu=device == "cpu")
+    source = loading.resolve(model, report.note)
+    place = str(accelerator.device) if device == "auto" else device
+    with report.waiting(f"loading {model}"):
+        loaded = loading.load_model(source, dtype=dtype, attention="sdpa", device=place, threads=threads)
+    base = weights_sha256(loaded.model)
+    learned, held_out = documents(data, loaded.tokenizer, recipe)
+    with training(loaded.model, learned, recipe, base, accelerator) as trainer:
+        if accelerator.is_main_process and not as_json:
+            typer.echo(plan(trainer, data, model))
+        train(trainer, out, resume=resume, report=_lines(recipe.steps))
+        measured = trainer.measure(held_out, _HELD_OUT_BATCHES)
+        if weights_sha256(loaded.model) != base:
+            raise KvkeepError("the weights of the model changed during training: nothing was saved.")
+        if not accelerator.is_main_process:
+            return
+        facts = {
+            "model": model,
+            "data": learned.name,
+            "recipe": recipe.facts(),
+            "step": trainer.step,
+            "tokens": trainer.tokens,
+            "seconds": round(trainer.seconds, 1),
+            "held_out": {name: round(value, 6) for name, value in measured.items()},
+        }
+        save(trainer.student.gates, out / GATES, base_sha256=base, training=facts)
+    (out / CARD).write_text(card(facts, base, policy), encoding="utf-8")
+    typer.echo(report.as_json(facts) if as_json else "\n".join(_summary(facts, out, policy)))
+
+
+def plan(trainer: Trainer, data: str, model: str) -> str:
+    """What will be trained, with everything that followed from the one dial."""
+    recipe, shape = trainer.recipe, trainer.student.gates.shape
+    parameters = sum(weight.numel() for weight in trainer.student.gates.parameters())
+    tied = "tied" if shape.tied else "untied"
+    per_step = recipe.row * recipe.rows * recipe.accumulate * trainer.accelerator.num_processes
+    where = "per KV head" if recipe.limit == "local" else "per KV head on average over the model"
+    return (
+        f"{model}: gates {shape.architecture} ({tied}{', scalar' if shape.scalar else ''}, width "
+        f"{shape.width}, {parameters:,} parameters) on {len(shape.layers)} layers of {shape.kv_heads} KV "
+        "heads.\n"
+        f"Memory {recipe.memory:g} entries {where}; {data}; {recipe.steps} steps of {per_step:,} tokens "
+        f"in rows of {recipe.row}; rate {recipe.rate:g}, {recipe.warmup} steps of warm-up."
+    )
+
+
+def _lines(steps: int) -> Any:
+    """Report a line for about every hundredth step."""
+    from kvkeep.cli import report
+
+    every = max(1, steps // 100)
+
+    def show(progress: Progress) -> None:
+        if progress.step % every == 0 or progress.step in (1, steps):
+            report.note(progress.line)
+
+    return show
+
+
+def _summary(facts: dict[str, Any], out: Path, policy: str) -> list[str]:
+    held = facts["held_out"]
+    return [
+        f"{out / GATES}: {facts['step']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s.",
+        f"Held out: KL to the full cache {held['kl']:.4g}, next token {held['next_token']:.4g} nats (full "
+        f"cache {held['full']:.4g}), {held['alive']:.0f} entries per head alive at the end of a document.",
+        f"Use them: kvkeep generate --model {facts['model']} --policy {policy} --gates {out}",
+    ]
+
+
+def card(facts: dict[str, Any], base: str, policy: str) -> str:
+    """A model card: what the gates are, from what, and what was measured."""
+    held, recipe = facts["held_out"], facts["recipe"]
+    alive = "entries per head alive at the end of a document"
+    rows = {
+        "made for": f"{facts['model']}, weights with SHA-256 `{base}` (the same after the training)",
+        "data": facts["data"],
+        "steps, tokens, seconds": f"{facts['step']}, {facts['tokens']:,}, {facts['seconds']:.0f}",
+        "KL to the full cache, held out": f"{held['kl']:.4g} nats",
+        "next-token loss, held out": f"{held['next_token']:.4g} nats (full cache {held['full']:.4g})",
+        alive: f"{held['alive']:.1f} (memory {recipe['memory']:g})",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        f"# Retention gates for {facts['model']}\n\nFor the policy `{policy}` of kvkeep. Losses are those of "
+        "the fading attention of training; nothing was evicted.\n\n| | |\n|---|---|\n"
+        f"{table}\n\nRecipe:\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n"
+    )
