@@ -69,7 +69,9 @@ def test_a_chat_is_learned_from_its_first_answer_on(tmp_path: Path) -> None:
     assert document.learned_from == 4
 
 
-@pytest.mark.parametrize("line", ["{", '{"words": 1}', '{"messages": [{"role": "user", "content": "x"}]}', "[]"])
+@pytest.mark.parametrize(
+    "line", ["{", '{"words": 1}', '{"messages": [{"role": "user", "content": "x"}]}', "[]"]
+)
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "GO"}\n' + line)

@@ -31,7 +31,9 @@ def documents(recipe: Recipe = RECIPE) -> Documents:
     return Documents(source, recipe.row, recipe.rows, "random")
 
 
-def run(folder: Path, model: Any = None, recipe: Recipe = RECIPE, steps: int | None = None, **options: Any) -> Trainer:
+def run(
+    folder: Path, model: Any = None, recipe: Recipe = RECIPE, steps: int | None = None, **options: Any
+) -> Trainer:
     """Train; ``steps`` stops early, as a machine would."""
     with training(model or tiny_model("llama"), documents(recipe), recipe, "base") as trainer:
         if steps is not None:
@@ -52,7 +54,8 @@ def test_gates_learn_and_nothing_else_changes(tmp_path: Path) -> None:
     logits = model(input_ids=ids).logits
     trainer = run(tmp_path, model, dataclasses.replace(RECIPE, steps=20))
     log = [json.loads(line)["terms"] for line in (tmp_path / LOG).read_text().splitlines()]
-    assert len(log) == 20 and log[-1]["capacity"] < log[0]["capacity"]
+    assert len(log) == 20
+    assert log[-1]["capacity"] < log[0]["capacity"]
     assert log[-1]["alive"] < log[0]["alive"]
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert {name: each.requires_grad for name, each in model.named_parameters()} == asked
@@ -106,7 +109,8 @@ def test_checkpointing_and_blocks_change_no_gradient() -> None:
             found.append({name: each.grad for name, each in trainer.student.gates.named_parameters()})
     for other in found[1:]:
         for name, grad in found[0].items():
-            assert grad is not None and bool(grad.any())
+            assert grad is not None
+            assert bool(grad.any())
             torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-8)
 
 
@@ -143,7 +147,9 @@ def test_documents_do_not_see_each_other() -> None:
         gates = trainer.student.gates
         behind = trainer.student.hidden(one, gates)[0, 5:]
         alone_again = Documents(lambda number: packed, 3, 1, "x").batch(0)
-        torch.testing.assert_close(behind, trainer.student.hidden(alone_again, gates)[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            behind, trainer.student.hidden(alone_again, gates)[0], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_the_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
