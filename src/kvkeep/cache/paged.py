@@ -18,6 +18,7 @@ from kvkeep.cache.pages import PagePool
 from kvkeep.core.arrays import BoolArray, IntArray
 from kvkeep.core.decision import KeepDecision
 from kvkeep.core.errors import CacheIntegrityError
+from kvkeep.kernels import paged_move
 
 
 class PagedStore:
@@ -83,7 +84,7 @@ class PagedStore:
         return self.table[rows, heads, entries // size].astype(np.int64) * size + entries % size
 
     def _index(self, slots: IntArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(slots, np.int64)).to(self.device)
+        return paged_move.upload(slots, self.device)
 
     def _set_held(self, held: IntArray) -> None:
         """Change the lengths: take the pages that are missing, give back those that are too many."""
@@ -130,17 +131,11 @@ class PagedStore:
         rank = np.arange(new) - (new - count[:, None])
         real = np.broadcast_to((rank >= 0)[:, None], (self.batch, self.heads, new))
         rows, heads, columns = np.nonzero(real)
-        slots = self._index(self._slots(rows, heads, before[rows, heads] + rank[rows, columns]))
-        source = None if real.all() else self._index(np.flatnonzero(real))
-        given = {"keys": keys, "values": values}
-        given["positions"] = positions[:, None].expand(-1, self.heads, -1).to(torch.int32)
+        slots = self._slots(rows, heads, before[rows, heads] + rank[rows, columns])
+        source = None if real.all() else np.flatnonzero(real)
+        given = {"keys": keys, "values": values, "positions": positions[:, None].expand(-1, self.heads, -1)}
         given |= {f"extra.{name}": extra for name, extra in (extras or {}).items()}
-        for name, target in self.pool.slots().items():
-            if name in given:
-                entries = given[name].reshape(-1, *target.shape[1:])
-                target.index_copy_(0, slots, entries if source is None else entries[source])
-            else:
-                target.index_fill_(0, slots, 0.0)
+        paged_move.append(self.pool.slots(), given, slots, source)
 
     def add_extra(self, name: str, amount: Tensor, rows: Sequence[int] | None = None) -> None:
         """Add float32 ``[rows, kv_heads, entries]`` to a number that is kept per entry."""
@@ -156,17 +151,12 @@ class PagedStore:
         rows
             Rows that the decision speaks of, in its order.
         decision
-            Indices into the rows' entries; each head may keep another number. Read from the device.
+            Indices into the rows' entries; each head may keep another number. Its lengths are read from
+            the device.
         """
-        index = np.asarray(rows)
-        lengths, indices = decision.lengths.cpu().numpy(), decision.indices.cpu().numpy()
-        row, head, place = np.nonzero(np.arange(indices.shape[2]) < lengths[..., None])
-        source = self._slots(index[row], head, indices[row, head, place])
-        target = self._slots(index[row], head, place)
-        moves = source != target  # most policies keep the oldest entries where they are
-        source_index, target_index = self._index(source[moves]), self._index(target[moves])
-        for tensor in self.pool.slots().values():
-            tensor.index_copy_(0, target_index, tensor.index_select(0, source_index))
+        index, lengths = np.asarray(rows), decision.lengths.cpu().numpy()
+        size = self.pool.page_size
+        paged_move.move(self.pool.slots(), self.table[index], decision.indices, lengths, size)
         held = self.held.copy()
         held[index] = lengths
         self._set_held(held)
@@ -200,13 +190,7 @@ class PagedStore:
     def _padded(self, entries: int, rows: Sequence[int] | None = None) -> tuple[BoolArray, IntArray]:
         """Where heads hold an entry, bool ``[rows, kv_heads, entries]``, and its slot (0 elsewhere)."""
         index = np.arange(self.batch) if rows is None else np.asarray(rows)
-        nth = np.arange(entries)
-        where = nth < self.held[index][..., None]
-        size, width = self.pool.page_size, self.table.shape[2]
-        if width == 0:
-            return where, np.zeros(where.shape, np.int64)
-        pages = self.table[index][..., np.minimum(nth // size, width - 1)].astype(np.int64)
-        return where, np.where(where, pages * size + nth % size, 0)
+        return paged_move.places(self.table[index], self.held[index], entries, self.pool.page_size)
 
     def padded(self, rows: Sequence[int] | None = None, *names: str) -> dict[str, Tensor]:
         """Copies of what is stored, every head as long as the longest of these rows; zeros behind.
@@ -225,12 +209,9 @@ class PagedStore:
         """
         index = np.arange(self.batch) if rows is None else np.asarray(rows)
         entries = int(self.held[index].max(initial=0))
-        _, slots = self._padded(entries, rows)
-        flat, tensors = self._index(slots.reshape(-1)), self.pool.slots()
-        return {
-            name: tensors[name].index_select(0, flat).view(*slots.shape, *tensors[name].shape[1:])
-            for name in (names or tensors)
-        }
+        slots = self.pool.slots()
+        chosen = {name: slots[name] for name in (names or slots)}
+        return paged_move.gather(chosen, self.table[index], self.held[index], entries, self.pool.page_size)
 
     def valid(self, entries: int, rows: Sequence[int] | None = None) -> Tensor:
         """bool ``[rows, kv_heads, entries]``: slots that hold an entry."""
