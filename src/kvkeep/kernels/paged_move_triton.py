@@ -26,9 +26,11 @@ _WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 # Not tuned: no GPU was at hand. A tile of 16 x 128 words is 16 registers a thread at four warps.
 _COPIED, _MOVED, _WIDEST = 8, 16, 128  # entries that a program takes at once, and words of each
 
-# Lengths change with every step: they must not make Triton compile anew.
-_FREE_OF_APPEND = ["total", "heads", "new"]
-_FREE_OF_TABLE = ["width", "entries", "page_size"]
+# Lengths change with every step, and with them where a table begins in the upload: neither must make Triton
+# compile anew, as it does for numbers and addresses that sixteen divides.
+_FREE_OF_APPEND = ["slots", "columns", "total", "heads", "new"]
+_FREE_OF_GATHER = ["table", "held", "width", "entries", "page_size"]
+_FREE_OF_MOVE = ["table", "lengths", "indices", "width", "entries", "page_size"]
 
 
 @triton.jit(do_not_specialize=_FREE_OF_APPEND)
@@ -56,7 +58,7 @@ def append_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + (slot * words)[:, None] + word[None, :], taken, mask=written)
 
 
-@triton.jit(do_not_specialize=_FREE_OF_TABLE)
+@triton.jit(do_not_specialize=_FREE_OF_GATHER)
 def gather_kernel(  # type: ignore[no-untyped-def]
     planes, table, held, width, entries, page_size, WORD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
@@ -82,7 +84,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + (copied * words)[:, None] + word[None, :], taken, mask=inside[:, None] & wanted)
 
 
-@triton.jit(do_not_specialize=_FREE_OF_TABLE)
+@triton.jit(do_not_specialize=_FREE_OF_MOVE)
 def move_kernel(  # type: ignore[no-untyped-def]
     planes,
     table,
