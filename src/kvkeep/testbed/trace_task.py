@@ -57,6 +57,9 @@ class Dials:
         Share of the writes that load constants: they stop an earlier error from spreading.
     verbose : float
         Share of the sums that are written in more words.
+    distractors : int
+        Loads added to a program that was made without them, each right before a line that overwrites the
+        register without reading it. Answers stay as they are; only the stale values grow in number.
     """
 
     registers: int = 12
@@ -67,6 +70,7 @@ class Dials:
     stale: float = 0.8
     fresh: float = 0.4
     verbose: float = 0.5
+    distractors: int = 0
 
     def __post_init__(self) -> None:
         if not (
@@ -77,8 +81,15 @@ class Dials:
                 f"and one warm "
                 f"register are needed, and at most {REGISTERS} in all: change the registers."
             )
-        if self.registers + self.dormant + self.steps > LABELS:
-            raise ValueError(f"{self.steps} steps need more than the {LABELS} labels there are. Lower steps.")
+        if self.distractors < 0:
+            raise ValueError(f"distractors={self.distractors} is negative: give 0 or more.")
+        lines = self.registers + self.dormant + self.steps + self.distractors
+        if lines > LABELS:
+            more = f" and {self.distractors} distractors" if self.distractors else ""
+            raise ValueError(
+                f"{self.steps} steps{more} need more than the {LABELS} labels there are. Lower "
+                f"{'them' if more else 'steps'}."
+            )
 
 
 SIZES = {
@@ -192,6 +203,10 @@ def make_program(rng: random.Random, dials: Dials) -> tuple[Instruction, ...]:
             target = rng.choice(hot if rng.random() < dials.stale else warm)
             is_fresh = rng.random() < dials.fresh
             program.append(load(target) if is_fresh else add(target, rng.choice(hot), rng.choice(live)))
+    # Drawn last, so that the program around them is the same for any number of them.
+    places = [place for place, line in enumerate(program) if line.target and line.target not in line.operands]
+    for place in sorted((rng.choice(places) for _ in range(dials.distractors)), reverse=True):
+        program.insert(place, load(int(program[place].target[1:])))
     return tuple(program)
 
 

@@ -19,6 +19,8 @@ class Needle(GeneratedTask):
         As in :class:`~kvkeep.evaluation.tasks.generated.GeneratedTask`.
     depth
         Fixed place of the needle, 0 at the beginning to 1 at the end; default: anywhere.
+    distractors
+        Further needles with other keys and numbers, anywhere in the haystack; nobody asks for them.
     """
 
     name: ClassVar[str] = "needle"
@@ -26,25 +28,38 @@ class Needle(GeneratedTask):
     answer_tokens: ClassVar[int] = 32
 
     def __init__(
-        self, *, length: int = 2048, count: int = 200, seed: int = 0, depth: float | None = None
+        self,
+        *,
+        length: int = 2048,
+        count: int = 200,
+        seed: int = 0,
+        depth: float | None = None,
+        distractors: int = 0,
     ) -> None:
         super().__init__(length=length, count=count, seed=seed)
         if depth is not None and not 0 <= depth <= 1:
             raise ConfigError(f"task needle: depth {depth} is outside 0 (beginning) to 1 (end).")
-        self.depth = depth
+        if not 0 <= distractors < len(KEYS):
+            raise ConfigError(f"task needle: {distractors} distractors; 0 to {len(KEYS) - 1} have a key each.")
+        self.depth, self.distractors = depth, distractors
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"depth": self.depth}
+        # Without distractors as before there were any: sealed studies know the task by a hash of this.
+        more = {"distractors": self.distractors} if self.distractors else {}
+        return super().options() | {"depth": self.depth} | more
 
     @property
     def label(self) -> str:
-        return super().label + ("" if self.depth is None else f"/{self.depth:g}")
+        more = f"/x{self.distractors}" if self.distractors else ""
+        return super().label + ("" if self.depth is None else f"/{self.depth:g}") + more
 
     def compose(self, rng: random.Random, sentences: list[str]) -> tuple[str, str, dict[str, Any]]:
         key, number = rng.choice(KEYS), f"{rng.randrange(10**6, 10**7)}"
         depth = rng.random() if self.depth is None else self.depth
         text = list(sentences)
-        text.insert(round(depth * len(text)), f"The secret number of {key} is {number}.")
+        for other in rng.sample([name for name in KEYS if name != key], self.distractors):
+            text.insert(round(rng.random() * len(text)), fact(other, f"{rng.randrange(10**6, 10**7)}"))
+        text.insert(round(depth * len(text)), fact(key, number))
         question = " ".join(text) + (
             f"\n\nQuestion: What is the secret number of {key}?\nAnswer: The secret number of {key} is"
         )
@@ -54,3 +69,8 @@ class Needle(GeneratedTask):
         if not any(character.isdigit() for character in text):
             return Grade.missing()
         return share_found(problem, text, [problem.reference])
+
+
+def fact(key: str, number: str) -> str:
+    """The sentence that hides a number."""
+    return f"The secret number of {key} is {number}."

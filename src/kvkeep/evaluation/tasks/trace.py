@@ -38,7 +38,7 @@ class Trace(Task):
         Problems in each part of the split.
     seed
         Another seed gives other problems.
-    registers, hot, dormant, steps, answers, stale, fresh, verbose
+    registers, hot, dormant, steps, answers, stale, fresh, verbose, distractors
         Dials of :class:`~kvkeep.testbed.trace_task.Dials` that replace those of the size.
     """
 
@@ -68,6 +68,7 @@ class Trace(Task):
         stale: float | None = None,
         fresh: float | None = None,
         verbose: float | None = None,
+        distractors: int | None = None,
     ) -> None:
         dials = {name: value for name, value in locals().items() if name in _DIALS and value is not None}
         if count < 1:
@@ -124,7 +125,10 @@ class Trace(Task):
         )
 
     def fingerprint(self) -> str:
-        settings = [self.name, self.version, asdict(self.dials), self.count, self.seed]
+        dials = asdict(self.dials)
+        if not self.dials.distractors:
+            del dials["distractors"]  # younger than studies that were sealed without it
+        settings = [self.name, self.version, dials, self.count, self.seed]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
