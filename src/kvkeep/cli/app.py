@@ -8,6 +8,7 @@ import typer
 
 from kvkeep import __version__
 from kvkeep.cli import (
+    analyze,
     bench,
     calibrate,
     compare,
@@ -46,6 +47,7 @@ app.add_typer(gates.app, name="gates")
 app.add_typer(study.app, name="study")
 app.command("report")(report_page.report)
 app.command("power")(power.power)
+app.add_typer(analyze.app, name="analyze")
 
 
 def _version(wanted: bool) -> None:

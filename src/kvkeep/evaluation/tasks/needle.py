@@ -40,7 +40,7 @@ class Needle(GeneratedTask):
         if depth is not None and not 0 <= depth <= 1:
             raise ConfigError(f"task needle: depth {depth} is outside 0 (beginning) to 1 (end).")
         if not 0 <= distractors < len(KEYS):
-            raise ConfigError(f"task needle: {distractors} distractors; 0 to {len(KEYS) - 1} have a key each.")
+            raise ConfigError(f"task needle: {distractors} distractors; 0 to {len(KEYS) - 1} get a key each.")
         self.depth, self.distractors = depth, distractors
 
     def options(self) -> dict[str, Any]:

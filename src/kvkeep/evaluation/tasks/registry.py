@@ -104,5 +104,18 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         ) from error
 
 
+def with_setting(text: str, name: str, value: Any) -> str:
+    """The same task with one setting more, or another value of it.
+
+    Examples
+    --------
+    >>> with_setting("needle(length=512)", "distractors", 4)
+    'needle(length=512, distractors=4)'
+    """
+    task, options = parse(text)
+    settings = ", ".join(f"{key}={each!r}" for key, each in (options | {name: value}).items())
+    return f"{task}({settings})"
+
+
 def _value(node: ast.expr) -> Any:
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
