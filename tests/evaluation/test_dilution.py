@@ -1,4 +1,4 @@
-"""Dilution: the bound holds, the odds form is the masked softmax, and the evidence is where it is said to be."""
+"""Dilution: the bound holds, the odds form is the masked softmax, and the evidence is where it is said."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_the_full_cache_is_the_model_itself(family: str) -> None:
     ids=["keydiff", "snapkv", "adaptive heads", "random"],
 )
 def test_where_inputs_are_equal_the_odds_form_predicts_the_run(policy: Any) -> None:
-    """In the first layer the run under a policy is the full run, masked: any other mass is a wrong position."""
+    """In the first layer the run under a policy is the full run, masked: other mass is a wrong position."""
     model, rows = tiny_model("llama"), tokens(2, 70)
     batch = [a_reading(rows[0], "a"), a_reading(rows[1, :58], "b")]
     moved = 0.0

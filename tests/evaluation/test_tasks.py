@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import pickle
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -103,11 +104,12 @@ def test_every_task_has_a_version_and_an_existing_template() -> None:
     ("text", "error", "message"),
     [
         ("math50", UnknownNameError, "did you mean 'math500'"),
-        ("needle(lenght=5)", ConfigError, "no setting 'lenght'; it has: count, depth, length, seed"),
+        ("needle(lenght=5)", ConfigError, "no setting 'lenght'; it has: count, depth, distractors, length"),
         ("needle(5)", ConfigError, "write a name"),
         ("needle(length=", ConfigError, "write a name"),
         ("needle(length=20)", ConfigError, "length must be above"),
         ("needle(depth=2)", ConfigError, "outside 0"),
+        ("needle(distractors=112)", ConfigError, "0 to 111 get a key each"),
         ("ruler(kind=other)", ConfigError, "multikey"),
     ],
 )
@@ -127,6 +129,7 @@ def test_generated_tasks_refuse_a_data_file(tmp_path: Path) -> None:
     "text",
     [
         "needle(length=300, count=6)",
+        "needle(length=300, count=6, distractors=5)",
         "ruler(kind=multikey, length=300, count=6)",
         "ruler(kind=multivalue, length=300, count=6)",
         "ruler(kind=multiquery, length=300, count=6)",
@@ -175,6 +178,25 @@ def test_needles_are_graded_by_the_number() -> None:
     assert task.grade(first, f" {first.reference}. The").answer_class == "correct"
     assert task.grade(first, f"It is {second.reference}").answer_class == "wrong"
     assert task.grade(first, "I do not know").answer_class == "not_extracted"
+
+
+def test_other_needles_leave_the_needle_where_it_is() -> None:
+    """The dial must add things to mistake, and neither move nor change what is asked."""
+    plain, more = (
+        make_task("needle(length=300, count=9)"),
+        make_task("needle(length=300, count=9, distractors=4)"),
+    )
+    assert plain.fingerprint() == make_task("needle(length=300, count=9, distractors=0)").fingerprint()
+    assert plain.fingerprint() != more.fingerprint()
+    assert not {p.id for p in plain.all_problems()} & {p.id for p in more.all_problems()}
+    task = make_task("needle(length=300, count=9, distractors=4)")
+    for problem in more.all_problems():
+        found = re.findall(r"The secret number of (\w+) is (\d{7})\.", problem.question)
+        asked = re.findall(r"What is the secret number of (\w+)\?", problem.question)
+        assert len({key for key, _ in found}) == 5
+        assert [number for key, number in found if key == asked[0]] == [problem.reference]
+        other = next(number for _, number in found if number != problem.reference)
+        assert task.grade(problem, f" {other}").answer_class == "wrong"
 
 
 def test_variables_are_followed_through_the_chain() -> None:

@@ -81,6 +81,13 @@ def test_the_length_limit_fits_right_chains_and_ends_loops(task: Trace) -> None:
     assert longest < task.max_new < 2 * longest
 
 
+def test_a_dial_that_is_not_turned_leaves_sealed_studies_alone() -> None:
+    """The hash below stands in a study that was sealed before there were distractors."""
+    sealed = "6f0c22bd7691b87e146c1085f439bd08e0e1a816193cf9990a50a63ebce42d8b"
+    assert make_task("trace").fingerprint() == make_task("trace(distractors=0)").fingerprint() == sealed
+    assert make_task("trace(distractors=1)").fingerprint() != sealed
+
+
 def test_dials_can_be_set_and_wrong_ones_are_explained() -> None:
     """`trace(size=L, stale=0.9)` from the command line."""
     assert make_task("trace(size=S, registers=9, count=2)").dials.registers == 9  # type: ignore[attr-defined]

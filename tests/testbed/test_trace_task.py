@@ -3,11 +3,22 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from random import Random
 
 import pytest
 
 from kvkeep.testbed.trace_grade import grade, interpret
-from kvkeep.testbed.trace_task import LABELS, SIZES, Dials, Problem, execute, kind, problems, size
+from kvkeep.testbed.trace_task import (
+    LABELS,
+    SIZES,
+    Dials,
+    Problem,
+    execute,
+    kind,
+    make_program,
+    problems,
+    size,
+)
 
 
 def first(count: int, name: str = "M", split: str = "dev", seed: int = 0) -> list[Problem]:
@@ -46,6 +57,8 @@ def test_splits_are_disjoint_and_renumbering_keeps_the_split() -> None:
     moved = execute(problem.program, (problem.offset + 31) % LABELS)
     assert moved.prompt != problem.prompt
     assert (moved.id, moved.split, moved.answers) == (problem.id, problem.split, problem.answers)
+    harder = islice(problems(size("S", distractors=4), "dev"), 100)  # another dial, other problems
+    assert not {p.id for p in harder} & set.union(*ids.values())
 
 
 def test_same_seed_same_problems() -> None:
@@ -68,8 +81,31 @@ def test_dials_that_cannot_be_are_refused() -> None:
         Dials(registers=4, hot=3, dormant=1)
     with pytest.raises(ValueError, match="Lower steps"):
         size("M", steps=90)
+    with pytest.raises(ValueError, match="52 distractors need more than the 100 labels"):
+        size("M", steps=31, distractors=52)
+    with pytest.raises(ValueError, match="negative"):
+        size("M", distractors=-1)
     with pytest.raises(ValueError, match="Choose one of S, M, L"):
         size("XL")
+
+
+@pytest.mark.parametrize("name", ["S", "M"])
+def test_distractors_add_stale_values_and_change_no_answer(name: str) -> None:
+    """A dial that also changed the questions would mix two causes; one that did nothing would show none."""
+    for seed in range(40):
+        plain = make_program(Random(seed), size(name))
+        more = make_program(Random(seed), size(name, distractors=25))
+        assert len(more) == len(plain) + 25
+        assert execute(more).answers == execute(plain).answers
+        assert execute(more).roles == execute(plain).roles
+        rest = iter(more)
+        assert all(line in rest for line in plain)  # the same lines in the same order
+        for place, line in enumerate(more[:-1]):
+            after = more[place + 1]
+            if line not in plain:  # nobody reads it before it is gone
+                assert line.operation == "LD"
+                assert line.target == after.target
+                assert line.target not in after.operands
 
 
 def test_the_right_chain_is_right() -> None:
