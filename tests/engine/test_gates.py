@@ -60,6 +60,7 @@ def inputs_of_attention(model: PreTrainedModel, run: Callable[[], Any]) -> dict[
 
 def stored_retention(cache: kvkeep.RetentionCache, layer: int) -> list[list[dict[int, float]]]:
     """Log beta by position, ``[row][head]``."""
+    cache.layers[layer].settle()
     store = cache.layers[layer].store
     found = store.padded(None, "positions", "extra.log_retention")
     return [
@@ -93,6 +94,34 @@ def test_what_is_stored_is_what_the_gates_say_of_the_input(family: str, store: A
                 assert found
                 for position, value in found.items():
                     assert value == pytest.approx(float(expected[row, head, columns[position]]), abs=1e-6)
+
+
+@pytest.mark.parametrize("store", ["dense", "paged"])
+def test_decoded_tokens_are_gated_together(store: Any) -> None:
+    """A gate is a read of its weights: sixteen tokens share one, and none is forgotten or mixed up."""
+    model, gates, asked = tiny_model("llama"), random_gates(tiny_model("llama")), []
+    cache = kvkeep.RetentionCache(model, kvkeep.TrimKV(budget=100), gates=gates, store=store)
+    gates.register_forward_pre_hook(lambda module, args: asked.append((args[0], args[1].shape[1])))
+    ids, mask = left_padded((9, 4))
+    ids = torch.cat([ids, tokens(2, 45, seed=1)], dim=1)
+    mask = torch.cat([mask, torch.ones(2, 45, dtype=mask.dtype)], dim=1)
+    lengths = [9, *[1] * 18, 2, *[1] * 25]
+    with torch.inference_mode():
+        hidden = inputs_of_attention(model, lambda: feed(model, cache, ids, mask, lengths))
+    assert [count for layer, count in asked if layer == 1] == [9, 16, 2, 2, 16]
+    waiting = sum(layer.deferred.nbytes for layer in cache.managed_layers)
+    assert waiting == 2 * 9 * 2 * 64 * 4
+    before = cache.trace.metadata_bytes
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert asked[-1] == (1, 9)
+    assert cache.trace.metadata_bytes == before - waiting
+    for layer in cache.spec.managed:
+        expected = gates(layer, hidden[layer])
+        for place, row in enumerate((1, 0)):
+            columns = mask[row].nonzero()[:, 0].tolist()
+            for head, found in enumerate(stored_retention(cache, layer)[place]):
+                wanted = expected[row, head, columns].tolist()
+                assert found == pytest.approx(dict(enumerate(wanted)), abs=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -180,6 +180,7 @@ class PolicyArm(DecodeArm):
         policy: Policy,
         calibration: Any = None,
         *,
+        gates: Any = None,
         store: StoreKind = "auto",
         name: str = "",
     ) -> None:
@@ -192,6 +193,7 @@ class PolicyArm(DecodeArm):
             seed=scene.seed,
             context=scene.context + steps,
             calibration=calibration,
+            gates=gates,
             profile=True,
             store=store,
         )

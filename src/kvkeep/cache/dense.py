@@ -229,6 +229,15 @@ class DenseStore:
         """Add float32 ``[batch, kv_heads, entries]`` to a number that is kept per entry."""
         self.extras[name][:, :, : amount.shape[2]] += amount
 
+    def set_newest(self, name: str, values: Tensor) -> None:
+        """Set a number kept per entry, ``[batch, kv_heads, newest]``, for the newest of every row."""
+        extra, newest = self.extras[name], values.shape[2]
+        if self.even:
+            extra[:, :, self.lens[0] - newest : self.lens[0]].copy_(values)
+            return
+        for row, length in enumerate(self.lens):
+            extra[row, :, length - newest : length].copy_(values[row])
+
     def padded(self, rows: Sequence[int] | None = None, *names: str) -> dict[str, Tensor]:
         """What is stored, every row as long as the longest of these rows; behind its entries, anything.
 

@@ -143,6 +143,13 @@ class PagedStore:
         stored = torch.from_numpy(where).to(self.device)
         self.pool.slots()[f"extra.{name}"].index_add_(0, self._index(slots[where]), amount[stored].float())
 
+    def set_newest(self, name: str, values: Tensor) -> None:
+        """Set a number kept per entry, ``[batch, kv_heads, newest]``, for the newest of every head."""
+        newest = values.shape[2]
+        rows, heads, columns = np.indices((self.batch, self.heads, newest)).reshape(3, -1)
+        slots = self._index(self._slots(rows, heads, self.held[rows, heads] - newest + columns))
+        self.pool.slots()[f"extra.{name}"].index_copy_(0, slots, values.reshape(-1).float())
+
     def compact(self, rows: Sequence[int], decision: KeepDecision) -> None:
         """Move the kept entries of some rows to their first slots, in order; free the pages behind.
 

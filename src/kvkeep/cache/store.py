@@ -66,6 +66,9 @@ class Store(Protocol):
     def add_extra(self, name: str, amount: Tensor) -> None:
         """Add float32 ``[batch, kv_heads, entries]`` to a number that is kept per entry."""
 
+    def set_newest(self, name: str, values: Tensor) -> None:
+        """Set a number kept per entry, ``[batch, kv_heads, newest]``, for the newest of every head."""
+
     def forget_newest(self, removed: int) -> None:
         """Forget the newest ``removed`` entries of every head."""
 

@@ -16,6 +16,7 @@ from kvkeep.core.decision import KeepDecision
 from kvkeep.core.errors import CacheError, UnsupportedError
 from kvkeep.core.view import LayerView
 from kvkeep.engine.attention import HIDDEN
+from kvkeep.engine.deferred import WAITING, DeferredGates
 from kvkeep.engine.handle import LayerHandle
 from kvkeep.engine.recorder import Recorder
 from kvkeep.engine.step import Step
@@ -52,6 +53,7 @@ class RetentionLayer(CacheLayerMixin):
         """Back to the state before the first token."""
         self.store: Any = None
         self.recorder = Recorder(self.cache.traits, self.cache.rope)
+        self.deferred = DeferredGates(self.cache.gates, self.index)
         self.evictions: list[int] = []
         self.is_initialized = False
 
@@ -134,7 +136,9 @@ class RetentionLayer(CacheLayerMixin):
                 self.evictions = [0] * self.store.batch
                 self.is_initialized = True
             before = self.store.held
-            self._append(handle, step, self._extras(options.pop(HIDDEN, None), module))
+            extras = self._extras(options.pop(HIDDEN, None), module, step)
+            self._append(handle, step, extras)
+            self.settle(least=WAITING)
         if before.any():
             self._check_causal(step)
             output = self._attend(before, step, attend, backend, module, query, options)
@@ -153,8 +157,8 @@ class RetentionLayer(CacheLayerMixin):
             self.cache.after_attention(self, step)
         return output
 
-    def _extras(self, hidden: Tensor | None, module: Any) -> dict[str, Tensor] | None:
-        """What the gates say of the new tokens: ``[batch, kv_heads, new]`` by name."""
+    def _extras(self, hidden: Tensor | None, module: Any, step: Step) -> dict[str, Tensor] | None:
+        """What the gates say of the new tokens: ``[batch, kv_heads, new]`` by name; ``None`` if it waits."""
         if self.cache.gates is None:
             return None
         if hidden is None:
@@ -165,7 +169,16 @@ class RetentionLayer(CacheLayerMixin):
                     "cache before the model is compiled, and without hooks of your own that drop arguments"
                 ],
             )
+        if step.query_len == 1 and not step.padded and self.store.held.any():
+            self.deferred.wait(hidden)
+            return None
+        self.settle()  # the waiting tokens are the newest no longer
         return {"log_retention": self.cache.gates(self.index, hidden)}
+
+    def settle(self, *, least: int = 1) -> None:
+        """Let the gates catch up with the tokens stored, if at least so many wait for them."""
+        if self.store is not None:
+            self.deferred.settle(self.store, least=least)
 
     @staticmethod
     def _check_causal(step: Step) -> None:
@@ -216,6 +229,7 @@ class RetentionLayer(CacheLayerMixin):
 
     def view(self, rows: Sequence[int]) -> LayerView:
         """What the policy sees of the rows that evict now."""
+        self.settle()
         return layer_view(self, rows)
 
     def compact(self, rows: Sequence[int], decision: KeepDecision, kept: Sequence[int]) -> None:
@@ -240,6 +254,7 @@ class RetentionLayer(CacheLayerMixin):
         """Keep the rows ``index``, in that order, repeats allowed."""
         if self.store is None:
             return
+        self.settle()
         self.store.select_rows(index)
         self.recorder.select_rows(torch.tensor(list(index), device=self.store.device))
         self.evictions = [self.evictions[row] for row in index]
@@ -248,5 +263,6 @@ class RetentionLayer(CacheLayerMixin):
         """Forget the newest ``removed`` entries; the sequences are now ``seq_lens`` long."""
         if self.store is None:
             return
+        self.settle()
         self.recorder.forget_newest(removed, seq_lens, self.store)
         self.store.forget_newest(removed)

@@ -41,7 +41,8 @@ def trace_of(cache: RetentionCache) -> Trace:
         evictions=counter.evictions,
         kv_bytes=held,
         peak_kv_bytes=max(counter.peak_bytes, held),
-        metadata_bytes=beside + sum(layer.recorder.nbytes for layer in cache.managed_layers),
+        metadata_bytes=beside
+        + sum(layer.recorder.nbytes + layer.deferred.nbytes for layer in cache.managed_layers),
         native_bytes=native,
         layers=cache.spec.managed,
     )

@@ -120,6 +120,7 @@ def _save_layer(layer: RetentionLayer, prefix: str, tensors: dict[str, Tensor]) 
     store, recorder = layer.store, layer.recorder
     if store is None:
         return None
+    layer.settle()
     # Copied: slices of one storage would be written whole.
     entries = store.packed() if isinstance(store, PagedStore) else store.padded()
     tensors |= {prefix + name: tensor.clone() for name, tensor in entries.items()}

@@ -66,5 +66,7 @@ def read_log_betas(
         places = torch.arange(start, start + len(part), device=model.device)
         model(input_ids=part[None], position_ids=places[None], **{cache_argument(model): cache})
         on_chunk(len(part))
+    for layer in cache.managed_layers:
+        layer.settle()
     name = "extra.log_retention"
     return torch.stack([layer.stored.padded(None, name)[name][0].cpu() for layer in cache.managed_layers])
