@@ -3,17 +3,18 @@
 python benchmarks/gate_cost.py --model FOLDER [--batch 1,8] [--out FILE.md]
 python benchmarks/gate_cost.py --shape qwen3-4b --layers 2 --vocabulary 1024
 
-The arms take turns, round by round. Time is the process's own on the processor, with one thread: other work
-on the machine falls into it only as far as it spoils caches and memory. With --layers a model of random
-weights has only so many of its layers, and with a small vocabulary next to no output layer: then the share is
-that of one layer, an upper bound of the whole model's.
+The arms take turns at every step. Time is the process's own on the processor, with one thread: other work on
+the machine falls into it only as far as it spoils caches and memory. Steps repeat with the eviction period; a
+step's time is the median (or the least) over periods of the step at that place, and the mean over the places.
+With --layers a model of random weights has only so many of its layers, and with a small vocabulary next to no
+output layer: then the share is that of one layer, an upper bound of the whole model's.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,11 @@ from kvkeep.benchmarking.arms import PolicyArm, Scene
 from kvkeep.benchmarking.memory import PeakMemory
 from kvkeep.benchmarking.models import SHAPES, random_prompt, step_weight_bytes
 from kvkeep.benchmarking.report import describe_machine
-from kvkeep.benchmarking.timing import Clock, Spread, alternate
 from kvkeep.engine.spec import model_spec
 from kvkeep.gates import GateShape, RetentionGates
 
 READ = 16
-
-
-class ProcessorClock(Clock):
-    """Seconds that the process computes."""
-
-    def measure(self, call: Callable[[], object]) -> float:
-        """Run ``call`` once."""
-        begin = time.process_time()
-        call()
-        return time.process_time() - begin
+SINGLY = ", token by token"
 
 
 class NoGates:
@@ -79,33 +70,52 @@ def measure(model: PreTrainedModel, batch: int, settings: argparse.Namespace) ->
     found: dict[str, Any] = {"none": NoGates(spec.kv_heads)}
     for kind in ("rg", "rg10"):
         gates = RetentionGates(GateShape.of(spec, kind, width=settings.width)).eval().requires_grad_(False)
-        found[kind] = gates
-    steps = -(-settings.steps // policy.buffer) * policy.buffer
-    arms = [PolicyArm(model, scene, steps, policy, gates=gates, name=name) for name, gates in found.items()]
-    timeline = alternate(arms, rounds=settings.rounds, clock=ProcessorClock(model.device))
-    rows = []
-    weights = step_weight_bytes(model)
+        found |= {kind: gates, f"{kind}{SINGLY}": gates}
+    period = policy.buffer
+    arms = [PolicyArm(model, scene, period, policy, gates=gates, name=name) for name, gates in found.items()]
+    seconds = take_turns(arms, period, settings.rounds)
+    weights, rows = step_weight_bytes(model), []
+    medians, least = (
+        {name: summary(each) for name, each in seconds.items()} for summary in (_median, _least)
+    )
     for name, gates in found.items():
-        ms = [1e3 * seconds for seconds in timeline.step_seconds(name)]
-        more = Spread.of([100 * (ratio - 1) for ratio in timeline.ratios(name, "none")])
         size = 0 if name == "none" else sum(4 * each.numel() for each in gates.parameters())
-        cells = [
-            str(batch),
-            name,
-            f"{Spread.of(ms).median:.2f}",
-            f"{min(ms):.2f}",
-            f"{100 * size / weights:.1f} %",
-        ]
-        rows.append(
-            [*cells, "" if name == "none" else f"{more.median:+.1f} % [{more.low:+.1f}, {more.high:+.1f}]"]
-        )
+        more = [f"{100 * (times[name] / times['none'] - 1):+.1f} %" for times in (medians, least)]
+        times = [f"{1e3 * medians[name]:.2f}", f"{1e3 * least[name]:.2f}"]
+        share = f"{100 * size / weights:.1f} %"
+        rows.append([str(batch), name, share, *times, *(more if size else ("", ""))])
         print(" ".join(rows[-1]), flush=True)
     return rows
 
 
+def take_turns(arms: Sequence[PolicyArm], period: int, rounds: int) -> dict[str, Tensor]:
+    """Processor seconds ``[rounds, period]`` of the steps of each arm; a period more comes first."""
+    spent: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for arm in arms:
+        arm.begin()
+        if arm.name.endswith(SINGLY):
+            for layer in arm.cache.managed_layers:
+                layer.deferred.most = 1
+    for step in range((rounds + 1) * period):
+        first = step % len(arms)
+        for arm in [*arms[first:], *arms[:first]]:
+            begin = time.process_time()
+            arm.step()
+            spent[arm.name].append(time.process_time() - begin)
+    return {name: torch.tensor(times).double().view(-1, period)[1:] for name, times in spent.items()}
+
+
+def _median(seconds: Tensor) -> float:
+    return float(seconds.quantile(0.5, dim=0).mean())
+
+
+def _least(seconds: Tensor) -> float:
+    return float(seconds.amin(0).mean())
+
+
 def page(rows: Sequence[Sequence[str]], facts: Sequence[str]) -> str:
     """The result as Markdown."""
-    names = ("batch", "gates", "ms/step", "least", "of the weights", "more than none, paired")
+    names = ("batch", "gates", "of the weights", "ms/step", "least", "more", "more, least")
     lines = [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
     return "\n".join([*facts, "", *lines, ""])
 
@@ -121,7 +131,6 @@ def main() -> None:
     read.add_argument("--budget", type=int, default=512)
     read.add_argument("--buffer", type=int, default=32)
     read.add_argument("--width", type=int, default=512)
-    read.add_argument("--steps", type=int, default=32)
     read.add_argument("--rounds", type=int, default=9)
     read.add_argument("--out", type=Path)
     settings = read.parse_args()
@@ -134,7 +143,7 @@ def main() -> None:
     machine = describe_machine(model)
     facts = [
         f"{name}{part}; trimkv, budget {settings.budget}, buffer {settings.buffer}; gates of width "
-        f"{settings.width}; {settings.rounds} rounds of {settings.steps} steps; processor time, 1 thread",
+        f"{settings.width}; {settings.rounds} periods; processor time, 1 thread",
         "",
         ", ".join(f"{key}: {value}" for key, value in machine.items()),
     ]

@@ -30,19 +30,21 @@ class DeferredGates:
     """
 
     def __init__(self, gates: Any, layer: int) -> None:
-        self.gates, self.layer = gates, layer
+        self.gates, self.layer, self.most = gates, layer, WAITING
         self.inputs: list[Tensor] = []
 
     def wait(self, hidden: Tensor) -> None:
         """Put the input of one new token per row, ``[batch, 1, hidden_size]``, by."""
         self.inputs.append(hidden.detach().clone())  # a compiled model may overwrite its own
 
-    def settle(self, store: Store, *, least: int = 1) -> None:
-        """Write what the gates say of the waiting tokens beside their entries, if at least so many wait.
+    @property
+    def full(self) -> bool:
+        """Whether no more may wait."""
+        return len(self.inputs) >= self.most
 
-        They must be the newest entries of every head.
-        """
-        if len(self.inputs) < least:
+    def settle(self, store: Store) -> None:
+        """Write what the gates say of the waiting tokens beside their entries, the newest of every head."""
+        if not self.inputs:
             return
         with torch.inference_mode():  # a store that was laid out in it can be written to in no other
             log_beta = self.gates(self.layer, torch.cat(self.inputs, dim=1))

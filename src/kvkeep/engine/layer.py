@@ -16,7 +16,7 @@ from kvkeep.core.decision import KeepDecision
 from kvkeep.core.errors import CacheError, UnsupportedError
 from kvkeep.core.view import LayerView
 from kvkeep.engine.attention import HIDDEN
-from kvkeep.engine.deferred import WAITING, DeferredGates
+from kvkeep.engine.deferred import DeferredGates
 from kvkeep.engine.handle import LayerHandle
 from kvkeep.engine.recorder import Recorder
 from kvkeep.engine.step import Step
@@ -138,7 +138,8 @@ class RetentionLayer(CacheLayerMixin):
             before = self.store.held
             extras = self._extras(options.pop(HIDDEN, None), module, step)
             self._append(handle, step, extras)
-            self.settle(least=WAITING)
+            if self.deferred.full:
+                self.settle()
         if before.any():
             self._check_causal(step)
             output = self._attend(before, step, attend, backend, module, query, options)
@@ -175,10 +176,10 @@ class RetentionLayer(CacheLayerMixin):
         self.settle()  # the waiting tokens are the newest no longer
         return {"log_retention": self.cache.gates(self.index, hidden)}
 
-    def settle(self, *, least: int = 1) -> None:
-        """Let the gates catch up with the tokens stored, if at least so many wait for them."""
+    def settle(self) -> None:
+        """Let the gates catch up with the tokens stored."""
         if self.store is not None:
-            self.deferred.settle(self.store, least=least)
+            self.deferred.settle(self.store)
 
     @staticmethod
     def _check_causal(step: Step) -> None:
