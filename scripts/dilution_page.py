@@ -202,9 +202,7 @@ def search_table(found: dict[str, dict[str, Run]]) -> list[str]:
         if arm != "full"
     }
     adjusted = corrected({f"{dial} {arm}": one.difference.p for (dial, arm), one in tests.items()}, "holm")
-    lines = [
-        "| task | model | cache | mean cache | score | other form | wrong read | beside the full cache |"
-    ]
+    lines = ["| task | model | cache | mean cache | score | other form | wrong read | beside full |"]
     lines.append("|---" * 8 + "|")
     for dial, arms in found.items():
         task, model = DIALS[dial]
@@ -216,10 +214,11 @@ def search_table(found: dict[str, dict[str, Run]]) -> list[str]:
                 beside = f"{100 * one.estimate:+.1f} [{low:+.1f}, {high:+.1f}], p {p:.3f}"
             score = accuracy(problem_means(run.samples, "score"))
             low, high = (100 * each for each in score.interval)
+            form, read = (100 * faulty(run, fault) for fault in ("form", "read"))
             name = " ".join(arm.rsplit("-", 1)) if arm != "full" else arm
             lines.append(
                 f"| `{task}` | {model} | {name} | {run.mean_cache:.0f} | {100 * score.estimate:.1f} "
-                f"[{low:.1f}, {high:.1f}] | {100 * faulty(run, 'form'):.1f} | {100 * faulty(run, 'read'):.1f} | {beside} |"
+                f"[{low:.1f}, {high:.1f}] | {form:.1f} | {read:.1f} | {beside} |"
             )
     return lines
 
