@@ -290,9 +290,12 @@ def page(given: argparse.Namespace) -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text("\n".join(lines) + "\n")
     text = "".join(json.dumps(one) + "\n" for one in headers)
-    # Folders of the machine that ran it tell a reader nothing.
-    text = re.sub(r'"(?:/[^"/]+)+/([^"/]+)"', r'"\1"', text)
-    given.out.with_name("trace-headers.jsonl").write_text(text)
+    given.out.with_name("trace-headers.jsonl").write_text(without_folders(text))
+
+
+def without_folders(text: str) -> str:
+    """Strip folders of the machine that ran it, which tell a reader nothing."""
+    return re.sub(r'"(?:/[^"/]+)+/([^"/]+)"', r'"\1"', text)
 
 
 def main() -> None:
