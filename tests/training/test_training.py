@@ -145,10 +145,10 @@ def test_documents_do_not_see_each_other() -> None:
     with training(model, documents(), RECIPE, "base") as trainer, torch.no_grad():
         one = Documents(lambda number: [alone, packed][number % 64 % 2], 8, 1, "x").batch(0)
         gates = trainer.student.gates
-        behind = trainer.student.hidden(one, gates)[0, 5:]
+        behind = trainer.student.reader.hidden(one, gates)[0, 5:]
         alone_again = Documents(lambda number: packed, 3, 1, "x").batch(0)
         torch.testing.assert_close(
-            behind, trainer.student.hidden(alone_again, gates)[0], rtol=1e-4, atol=1e-5
+            behind, trainer.student.reader.hidden(alone_again, gates)[0], rtol=1e-4, atol=1e-5
         )
 
 

@@ -45,43 +45,62 @@ class Terms(NamedTuple):
     alive: Tensor
 
 
-class Student(nn.Module):
-    """Model and gates as one module, of which only the gates learn.
+class Reader:
+    """The frozen model. It is no module: nothing that trains, moves or averages modules finds its weights.
 
     Parameters
     ----------
     model
-        The frozen model, with ``tape`` open on it.
-    gates
-        What learns.
-    recipe
-        Settings.
+        With ``tape`` open on it.
     tape
         From :func:`kvkeep.training.fading.fading`.
     """
 
-    def __init__(self, model: PreTrainedModel, gates: RetentionGates, recipe: Recipe, tape: Tape) -> None:
-        super().__init__()
-        self.model, self.gates, self.recipe, self.tape = model, gates, recipe, tape
-        self.decoder, self.head = model.get_decoder(), LogitHead(model)
+    def __init__(self, model: PreTrainedModel, tape: Tape) -> None:
+        self.tape, self.decoder, self.head = tape, model.get_decoder(), LogitHead(model)
 
     def hidden(self, rows: Rows, gates: RetentionGates | None) -> Tensor:
-        """Last hidden states ``[rows, tokens, hidden_size]``."""
+        """Last hidden states ``[rows, tokens, hidden_size]``; without gates nothing fades."""
         self.tape.begin(rows.packing, gates)
         out: Tensor = self.decoder(
             input_ids=rows.ids, position_ids=rows.packing.positions, use_cache=False
         ).last_hidden_state
         return out
 
+    @torch.no_grad()
+    def logits(self, ids: Tensor) -> Tensor:
+        """float32 ``[tokens, vocabulary]`` of one text ``[1, tokens]``, with everything kept."""
+        packing = Packing(torch.zeros_like(ids), torch.arange(ids.shape[1], device=ids.device)[None])
+        return self.head(self.hidden(Rows(ids, ids, packing), None)[0])
+
+
+class Student(nn.Module):
+    """The gates, and the losses that they are trained with.
+
+    Parameters
+    ----------
+    gates
+        What learns.
+    recipe
+        Settings.
+    reader
+        The frozen model.
+    """
+
+    def __init__(self, gates: RetentionGates, recipe: Recipe, reader: Reader) -> None:
+        super().__init__()
+        self.gates, self.recipe, self.reader = gates, recipe, reader
+
     def forward(self, rows: Rows) -> Terms:
         """Losses of one batch of rows."""
         recipe, learned = self.recipe, rows.targets != IGNORED
         with torch.no_grad():
-            teacher = self.hidden(rows, None)[learned]
-        student = self.hidden(rows, self.gates)[learned]
-        log_betas = [self.tape.log_betas[layer] for layer in sorted(self.tape.log_betas)]
+            teacher = self.reader.hidden(rows, None)[learned]
+        student = self.reader.hidden(rows, self.gates)[learned]
+        said = self.reader.tape.log_betas
+        log_betas = [said[layer] for layer in sorted(said)]
         kl, next_token, full = prediction_losses(
-            self.head, student, teacher, rows.targets[learned], recipe.block
+            self.reader.head, student, teacher, rows.targets[learned], recipe.block
         )
         weights = recipe.kl, recipe.next_token
         base = (recipe.kl * kl + recipe.next_token * next_token) / sum(weight > 0 for weight in weights)
@@ -97,12 +116,6 @@ class Student(nn.Module):
         """:func:`expected_entries` of a layer, computed where the layer is, on the device of the rows."""
         there = packing.to(log_beta.device)
         return expected_entries(log_beta, there).to(packing.documents.device)
-
-    @torch.no_grad()
-    def logits(self, ids: Tensor) -> Tensor:
-        """float32 ``[tokens, vocabulary]`` of one text ``[1, tokens]``, with everything kept."""
-        packing = Packing(torch.zeros_like(ids), torch.arange(ids.shape[1], device=ids.device)[None])
-        return self.head(self.hidden(Rows(ids, ids, packing), None)[0])
 
 
 def _at_ends(per_token: Tensor, packing: Packing) -> Tensor:
@@ -122,7 +135,7 @@ def require_plain(model: PreTrainedModel, mine: Tensor, theirs: Tensor) -> None:
     Parameters
     ----------
     mine, theirs
-        Logits of the same text, from :meth:`Student.logits` and from the model.
+        Logits of the same text, from :meth:`Reader.logits` and from the model.
 
     Raises
     ------

@@ -22,7 +22,7 @@ from kvkeep.gates.modules import RetentionGates
 from kvkeep.training.documents import Documents
 from kvkeep.training.fading import fading
 from kvkeep.training.recipe import Recipe
-from kvkeep.training.student import Student, Terms, require_plain
+from kvkeep.training.student import Reader, Student, Terms, require_plain
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 _CHECKED_TOKENS = 32
@@ -225,12 +225,12 @@ def training(
         theirs = model(input_ids=ids, use_cache=False).logits[0].float()
     try:
         with fading(model, spec) as tape:
-            student = Student(model, gates, recipe, tape)
-            require_plain(model, student.logits(ids), theirs)
+            reader = Reader(model, tape)
+            require_plain(model, reader.logits(ids), theirs)
             if recipe.checkpointing:
                 _checkpointing(model, "enable", {"use_reentrant": False})
                 model.train()  # layers are computed again in training mode only; attention drops nothing out
-            yield Trainer(student, documents, recipe, accelerator, base)
+            yield Trainer(Student(gates, recipe, reader), documents, recipe, accelerator, base)
         changed = [name for name, weight in model.named_parameters() if weight._version != versions[name]]
         if changed:
             raise KvkeepError(f"training wrote to weights of the model: {changed[:3]}. Load it again.")
