@@ -37,6 +37,7 @@ def test_trains_on_a_task_and_writes_gates_and_card(tmp_path: Path) -> None:
     assert code == 0, said
     assert "kvkeep generate --model trace-1 --policy dbtrimkv" in said
     gates = load(tmp_path / "gates.safetensors")
+    assert load(tmp_path).sha256 == gates.sha256  # the folder is what the last line names
     assert (gates.shape.architecture, gates.shape.tied, gates.shape.width) == ("rg10", True, 8)
     card = (tmp_path / "README.md").read_text()
     assert gates.base is not None

@@ -14,7 +14,7 @@ from kvkeep.core.errors import ConfigError, KvkeepError
 if TYPE_CHECKING:
     from kvkeep.training import Progress, Trainer
 
-GATES, CARD = "gates.safetensors", "README.md"
+CARD = "README.md"
 _HELD_OUT_BATCHES = 8
 
 
@@ -97,6 +97,7 @@ def train(
     from kvkeep.cli.gates_data import documents
     from kvkeep.evaluation.identity import weights_sha256
     from kvkeep.gates import save
+    from kvkeep.gates.files import FILE
 
     accelerator = make_accelerator(recipe, cpu=device == "cpu")
     source = loading.resolve(model, report.note)
@@ -123,7 +124,7 @@ def train(
             "seconds": round(trainer.seconds, 1),
             "held_out": {name: round(value, 6) for name, value in measured.items()},
         }
-        save(trainer.student.gates, out / GATES, base_sha256=base, training=facts)
+        save(trainer.student.gates, out / FILE, base_sha256=base, training=facts)
     (out / CARD).write_text(card(facts, base, policy), encoding="utf-8")
     typer.echo(report.as_json(facts) if as_json else "\n".join(_summary(facts, out, policy)))
 
@@ -158,9 +159,11 @@ def _lines(steps: int) -> Any:
 
 
 def _summary(facts: dict[str, Any], out: Path, policy: str) -> list[str]:
+    from kvkeep.gates.files import FILE
+
     held = facts["held_out"]
     return [
-        f"{out / GATES}: {facts['step']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s.",
+        f"{out / FILE}: {facts['step']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s.",
         f"Held out: KL to the full cache {held['kl']:.4g}, next token {held['next_token']:.4g} nats (full "
         f"cache {held['full']:.4g}), {held['alive']:.0f} entries per head alive at the end of a document.",
         f"Use them: kvkeep generate --model {facts['model']} --policy {policy} --gates {out}",

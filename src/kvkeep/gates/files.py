@@ -20,6 +20,8 @@ from kvkeep.gates.published import read_published
 from kvkeep.gates.shape import GateShape
 
 _KIND = "gates"
+#: Name of the gates in the folder of their training.
+FILE = "gates.safetensors"
 _FORMAT = 1
 
 
@@ -79,6 +81,8 @@ def load(
         names what differs.
     """
     place, base = Path(path), None
+    if (place / FILE).is_file():  # a folder that `kvkeep gates train` wrote
+        place = place / FILE
     published = read_published(place, spec) if is_published(place) else None
     try:
         if published is None:
