@@ -64,7 +64,8 @@ def train(
     With several processes or GPUs: `accelerate launch -m kvkeep gates train …`.
     """
     from kvkeep.training import Recipe, train, training
-    from kvkeep.training.trainer import CHECKPOINT, make_accelerator
+    from kvkeep.training.session import make_accelerator
+    from kvkeep.training.trainer import CHECKPOINT
 
     if policy not in ("dbtrimkv", "trimkv"):
         raise ConfigError(f"--policy {policy} has no gates: choose dbtrimkv or trimkv.")

@@ -15,7 +15,10 @@ from kvkeep.gates.shape import Architecture, GateShape
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings of a training run; the defaults are the published ones, for 4 rows of tokens a step.
+    """Settings of a training run.
+
+    Rate, warm-up, weight decay, losses and bias are the published ones. Steps (published: 10,000), row
+    (32,768 and 131,072), ``least_rate`` and ``clip`` are ours: a first run that ends.
 
     Parameters
     ----------

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvkeep.core.errors import ConfigError, DataFileError, KvkeepError
 from kvkeep.core.files import atomic_path
-from kvkeep.engine.attention import restore
-from kvkeep.engine.spec import model_spec
-from kvkeep.gates.modules import RetentionGates
 from kvkeep.training.documents import Documents
-from kvkeep.training.fading import fading
 from kvkeep.training.recipe import Recipe
-from kvkeep.training.student import Reader, Student, Terms, require_plain
+from kvkeep.training.student import Student, Terms
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
-_CHECKED_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ class Trainer:
         rate = recipe.rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        sums: dict[str, torch.Tensor] = {}
+        sums = torch.zeros(len(Terms._fields), device=accelerator.device)
         for nth in range(recipe.accumulate):
             rows = self.documents.batch(
                 self.step * recipe.accumulate + nth, accelerator.num_processes, accelerator.process_index
@@ -114,13 +109,11 @@ class Trainer:
                     accelerator.clip_grad_norm_(self.student.gates.parameters(), recipe.clip)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            for name, value in terms._asdict().items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value.detach()
+            sums += torch.stack(terms).detach()
             self.tokens += rows.ids.numel() * accelerator.num_processes
-        means = {
-            name: float(accelerator.reduce(value, "mean")) / recipe.accumulate for name, value in sums.items()
-        }
-        if not all(torch.isfinite(torch.tensor(value)) for value in means.values()):
+        shared = accelerator.reduce(sums, "mean") / recipe.accumulate
+        means = dict(zip(Terms._fields, shared.tolist(), strict=True))
+        if not all(map(math.isfinite, means.values())):
             raise KvkeepError(f"training failed at step {self.step + 1}: {means}. Lower the rate.")
         self.step += 1
         self.seconds += time.perf_counter() - begin
@@ -129,12 +122,11 @@ class Trainer:
     @torch.no_grad()
     def measure(self, held_out: Documents, batches: int) -> dict[str, float]:
         """Losses on rows that were not trained on, mean over batches."""
-        sums: dict[str, float] = {}
-        for number in range(batches):
-            terms = self.student(held_out.batch(number).to(self.accelerator.device))
-            for name, value in terms._asdict().items():
-                sums[name] = sums.get(name, 0.0) + float(value) / batches
-        return sums
+        found = [
+            torch.stack(self.student(held_out.batch(number).to(self.accelerator.device)))
+            for number in range(batches)
+        ]
+        return dict(zip(Terms._fields, torch.stack(found).mean(0).tolist(), strict=True))
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint; an interrupted write leaves the one before."""
@@ -186,83 +178,6 @@ class Trainer:
         self.seconds = state["progress"]["seconds"]
 
 
-@contextmanager
-def training(
-    model: PreTrainedModel, documents: Documents, recipe: Recipe, base: str, accelerator: Any = None
-) -> Iterator[Trainer]:
-    """Prepare a run; at the end the model is as it was.
-
-    Parameters
-    ----------
-    model
-        A causal language model of transformers.
-    documents
-        What to read.
-    recipe
-        Settings.
-    base
-        Hash of the model's weights.
-    accelerator
-        One of your own, with ``gradient_accumulation_steps=recipe.accumulate``.
-
-    Raises
-    ------
-    UnsupportedError
-        With every reason, if gates cannot be trained on the model.
-    """
-    if accelerator is None:
-        accelerator = make_accelerator(recipe)
-    spec = model_spec(model.config)
-    torch.manual_seed(recipe.seed)
-    gates = RetentionGates(recipe.shape(spec), bias=recipe.bias).to(accelerator.device)
-    restore(model)
-    versions = {name: weight._version for name, weight in model.named_parameters()}
-    asked = {name: weight.requires_grad for name, weight in model.named_parameters()}
-    was_training = model.training
-    model.eval().requires_grad_(False)
-    ids = documents.batch(0).ids[:1, :_CHECKED_TOKENS].to(accelerator.device)
-    with torch.no_grad():
-        theirs = model(input_ids=ids, use_cache=False).logits[0].float()
-    try:
-        with fading(model, spec) as tape:
-            reader = Reader(model, tape)
-            require_plain(model, reader.logits(ids), theirs)
-            if recipe.checkpointing:
-                _checkpointing(model, "enable", {"use_reentrant": False})
-                model.train()  # layers are computed again in training mode only; attention drops nothing out
-            yield Trainer(Student(gates, recipe, reader), documents, recipe, accelerator, base)
-        changed = [name for name, weight in model.named_parameters() if weight._version != versions[name]]
-        if changed:
-            raise KvkeepError(f"training wrote to weights of the model: {changed[:3]}. Load it again.")
-    finally:
-        if recipe.checkpointing:
-            _checkpointing(model, "disable")
-        model.train(was_training)
-        for name, weight in model.named_parameters():
-            weight.requires_grad_(asked[name])
-
-
-def _checkpointing(model: PreTrainedModel, what: str, *options: Any) -> None:
-    """Switch activation checkpointing under whichever name this version of transformers has for it."""
-    new = getattr(model, f"activation_checkpointing_{what}", None)
-    (new or getattr(model, f"gradient_checkpointing_{what}"))(*options)
-
-
-def make_accelerator(recipe: Recipe, **options: Any) -> Any:
-    """Make an accelerator for a recipe.
-
-    Raises
-    ------
-    ConfigError
-        If accelerate is not installed.
-    """
-    try:
-        from accelerate import Accelerator  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ConfigError('training gates needs accelerate: pip install "kvkeep[train]".') from error
-    return Accelerator(gradient_accumulation_steps=recipe.accumulate, **options)
-
-
 def train(
     trainer: Trainer,
     folder: Path,
@@ -288,7 +203,9 @@ def train(
     if resume and (folder / CHECKPOINT).exists():
         trainer.resume(folder)
     main, saved = trainer.accelerator.is_main_process, time.monotonic()
-    with (folder / LOG).open("a" if resume else "w", encoding="utf-8") as log:
+    # One process writes: another that opened the same log to write would empty it.
+    path = folder / LOG if main else Path(os.devnull)
+    with path.open("a" if resume else "w", encoding="utf-8") as log:
         while trainer.step < trainer.recipe.steps:
             progress = trainer.train_step()
             if main:
