@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def shown(estimate: Estimate | None, sign: str = "") -> str:
     return f"{estimate.nats:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
-def text_part(runs: Path, headers: list[dict[str, Any]]) -> list[str]:
+def text_part(runs: Path, headers: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """Tables of the likelihood, one for each budget."""
     full = json.loads(text_file(runs, "full", None).read_text())
     base = scores(full)
@@ -66,7 +66,7 @@ def text_part(runs: Path, headers: list[dict[str, Any]]) -> list[str]:
     lines = []
     for budget in BUDGETS:
         found = {}
-        for name in arms():
+        for name in names:
             path = text_file(runs, name, budget)
             if path.exists():
                 found[name] = json.loads(path.read_text())
@@ -112,7 +112,7 @@ def proportion(rights: list[bool]) -> str:
     return f"{int(values.sum())}/{len(values)} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
-def needle_part(runs: Path, headers: list[dict[str, Any]]) -> list[str]:
+def needle_part(runs: Path, headers: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """Tables of the needles, one for each length."""
     lines = []
     for length in LENGTHS:
@@ -140,7 +140,7 @@ def needle_part(runs: Path, headers: list[dict[str, Any]]) -> list[str]:
 
         empty = " | | | " * (len(BUDGETS) - 1)
         lines.append(f"| full | {cells('full')[1]}{empty}|".replace("  ", " "))
-        ranked = [name for name in arms() if f"{name}/{BUDGETS[0]}" in rows[0]["arms"]]
+        ranked = [name for name in names if f"{name}/{BUDGETS[0]}" in rows[0]["arms"]]
         ranked = sorted(ranked, key=lambda name, of=cells: sum(of(f"{name}/{b}")[0] for b in BUDGETS))
         lines += [
             f"| {name} | " + " | ".join(cells(f"{name}/{budget}")[1] for budget in BUDGETS) + " |"
@@ -159,7 +159,7 @@ def without_places(lines: Iterable[dict[str, Any]]) -> str:
 def page(runs: Path, out: Path) -> None:
     """Write the page and the headers of its runs."""
     headers: list[dict[str, Any]] = []
-    text, needle = text_part(runs, headers), needle_part(runs, headers)
+    text, needle = text_part(runs, headers, arms()), needle_part(runs, headers, arms())
     full = headers[0]
     listed = ", ".join(f"`{one['name']}` ({one['sha256'][:12]})" for one in full["texts"])
     reading = [

@@ -15,9 +15,10 @@ import json
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from smollm2_page import BUDGETS, BUFFER, LENGTHS, WRITTEN, arms, page, text_fil
 
 import kvkeep
 from kvkeep.cli.app import app
-from kvkeep.cli.loading import Loaded, load_calibration, load_model, resolve
+from kvkeep.cli.loading import Loaded, load_calibration, load_gates, load_model, resolve
 from kvkeep.core.policy import Policy
 from kvkeep.evaluation.decoding import read
 from kvkeep.evaluation.generator import Job, end_tokens
@@ -98,12 +99,22 @@ def calibrate(runs: Path, model: str) -> Path:
 # -- likelihood of text -----------------------------------------------------------------------------------
 
 
-def run_text(runs: Path, model: str, window: int, budgets: Sequence[int], calibration: Path) -> None:
-    """One command for the full cache, and one for each policy and budget."""
+def run_text(
+    runs: Path,
+    model: str,
+    window: int,
+    budgets: Sequence[int],
+    names: Sequence[str],
+    files: Mapping[str, tuple[str, Path]],
+) -> None:
+    """One command for the full cache, and one for each policy and budget.
+
+    ``files``: flag and file of what a policy reads beside its budget, by its name.
+    """
     paths = [str(path) for path in texts(runs)]
     common = ["--model", model, "--window", str(window), "--limit", "1", "--threads", "1", "--json"]
     todo: list[tuple[str, int | None]] = [("full", None)]
-    todo += [(name, budget) for budget in budgets for name in arms()]
+    todo += [(name, budget) for budget in budgets for name in names]
     todo = [one for one in todo if not text_file(runs, *one).exists()]
     begin = time.monotonic()
     for done, (name, budget) in enumerate(todo, 1):
@@ -111,8 +122,7 @@ def run_text(runs: Path, model: str, window: int, budgets: Sequence[int], calibr
         flags += [] if budget is None else ["--budget", str(budget)]
         for key, value in OPTIONS.get(name, {}).items():
             flags += ["--option", f"{key}={str(value).lower()}"]
-        if needs_calibration(name):
-            flags += ["--calibration", str(calibration)]
+        flags += [str(word) for word in files.get(name, ())]
         printed = command("perplexity", *paths, *common, *flags)
         write(text_file(runs, name, budget), printed)
         found = json.loads(printed)
@@ -151,17 +161,29 @@ def encode(loaded: Loaded, text: str) -> list[int]:
     return ids
 
 
-def run_needles(runs: Path, model: str, count: int, lengths: Sequence[int], calibration: Path) -> None:
-    """Read each prompt once, answer under every policy and budget."""
+def run_needles(
+    runs: Path,
+    model: str,
+    count: int,
+    lengths: Sequence[int],
+    names: Sequence[str],
+    calibration: Path | None = None,
+    gates: Mapping[str, Path] = MappingProxyType({}),
+) -> None:
+    """Read each prompt once, answer under every policy and budget.
+
+    ``gates``: files, by the name of the policy that reads them.
+    """
     loaded = load_model(resolve(model, note), dtype="float32", attention="sdpa", device="cpu", threads=1)
     statistics = load_calibration(calibration, loaded)
+    trained = {name: load_gates(file, loaded) for name, file in gates.items()}
     chosen = {"full": make_policy("full", prefill="after")}
-    chosen |= {f"{name}/{budget}": make(name, budget) for budget in BUDGETS for name in arms()}
+    chosen |= {f"{name}/{budget}": make(name, budget) for budget in BUDGETS for name in names}
     facts = {
-        "command": ["python", "scripts/smollm2_results.py", *sys.argv[1:]],
+        "command": ["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]],
         "model": model,
         "model_sha256": weights_sha256(loaded.model),
-        "calibration_sha256": statistics.sha256,
+        "calibration_sha256": None if statistics is None else statistics.sha256,
         "versions": versions(),
         "hardware": hardware(),
         "prompt": "plain",
@@ -169,6 +191,8 @@ def run_needles(runs: Path, model: str, count: int, lengths: Sequence[int], cali
         "chunk": CHUNK,
         "policies": {name: plain(policy.options()) for name, policy in chosen.items()},
     }
+    if trained:
+        facts["gates_sha256"] = {name: found.sha256 for name, found in trained.items()}
     tasks = {length: needles(length, count, loaded) for length in lengths}
     logs = {length: runs / "needle" / f"{length}.jsonl" for length in lengths}
     rows = {
@@ -186,7 +210,7 @@ def run_needles(runs: Path, model: str, count: int, lengths: Sequence[int], cali
     todo = [one for one in todo if one[2].id not in known]
     begin = time.monotonic()
     for done, (length, task, problem) in enumerate(todo, 1):
-        rows[length].append(answer(loaded, chosen, statistics, task, problem))
+        rows[length].append(answer(loaded, chosen, statistics, task, problem, trained))
         write(logs[length], "".join(json.dumps(row) + "\n" for row in rows[length]))
         last = rows[length][-1]
         right = sum(one["correct"] for one in last["arms"].values())
@@ -198,13 +222,20 @@ def run_needles(runs: Path, model: str, count: int, lengths: Sequence[int], cali
 
 
 def answer(
-    loaded: Loaded, chosen: dict[str, Policy], statistics: Any, task: Needle, problem: Problem
+    loaded: Loaded,
+    chosen: dict[str, Policy],
+    statistics: Any,
+    task: Needle,
+    problem: Problem,
+    gates: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """One problem under all policies."""
     ids = torch.tensor([encode(loaded, problem.question)])
     name = Job(problem=problem, draw=0, seed=0).sequence_id
     caches = [
-        kvkeep.RetentionCache(loaded.model, policy, sequence_ids=[name], calibration=statistics)
+        kvkeep.RetentionCache(
+            loaded.model, policy, sequence_ids=[name], calibration=statistics, gates=gates.get(policy.name)
+        )
         for policy in chosen.values()
     ]
     begin = time.monotonic()
@@ -259,10 +290,11 @@ def main() -> None:
         page(given.runs, given.out)
         return
     calibration = calibrate(given.runs, given.model)
+    files = {name: ("--calibration", calibration) for name in arms() if needs_calibration(name)}
     if given.only != "needle":
-        run_text(given.runs, given.model, given.window, given.budgets, calibration)
+        run_text(given.runs, given.model, given.window, given.budgets, arms(), files)
     if given.only != "text":
-        run_needles(given.runs, given.model, given.problems, given.lengths, calibration)
+        run_needles(given.runs, given.model, given.problems, given.lengths, arms(), calibration)
 
 
 if __name__ == "__main__":

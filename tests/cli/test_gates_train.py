@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep.cli.app import app
+from kvkeep.core.files import read_tensors
 from kvkeep.gates import load
 
 SMALL = (
@@ -43,6 +44,11 @@ def test_trains_on_a_task_and_writes_gates_and_card(tmp_path: Path) -> None:
     assert gates.base is not None
     assert gates.base in card
     assert '"memory": 16' in card
+    assert "with real evictions" in card
+    found = read_tensors(tmp_path / "gates.safetensors", "gates")[1]["training"]["evicting"]
+    assert (found["budget"], found["buffer"]) == (16, 4)
+    assert 10 < found["evicting"]["mean_cache"] < 20 < found["full"]["mean_cache"]
+    assert found["full"]["mean_cache"] == found["tokens"] / 2
     assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2]
     code, said = run("--data", TASK, "--out", str(tmp_path))
     assert code != 0
@@ -59,6 +65,15 @@ def test_trains_on_a_file_for_trimkv(tmp_path: Path) -> None:
     assert facts["recipe"]["scope"] == "local"
     assert facts["data"].startswith("a.jsonl (SHA-256 ")
     assert facts["held_out"]["alive"] > 1
+
+
+def test_texts_that_fit_the_memory_are_not_measured_with_evictions(tmp_path: Path) -> None:
+    """A card that called a full cache an evicting one would praise the gates for nothing."""
+    data = tmp_path / "a.jsonl"
+    data.write_text("\n".join(json.dumps({"text": "r1 r2 r3 r1 r2"}) for _ in range(30)))
+    code, said = run("--data", str(data), "--out", str(tmp_path / "gates"), "--json")
+    assert code == 0, said
+    assert json.loads(said[said.index("{") :])["evicting"] is None
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,19 @@ def test_the_calibration_is_planned_too(tmp_path: Path) -> None:
         write([(dev("baseline", 32, "random", calibration_sha256="e" * 64), runs[0][1])])
 
 
+def test_the_gates_are_planned_too(tmp_path: Path) -> None:
+    """Gates trained anew after the plan are another policy under the same name; each arm may have its own."""
+    read = dev("challenger", 32, "tova", gates_sha256="d" * 64)
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump(write([(dev("baseline", 32, "random"), read)])))
+    study = load(path)
+    assert study.cells[0].gates_sha256 == {"challenger": "d" * 64}
+    ids = {"split": "confirm", "problems": 40, "ids_sha256": ids_sha256(IDS)}
+    for gates, fits in (("d" * 64, True), ("e" * 64, False), (None, False)):
+        header = dataclasses.replace(read.header, **ids, gates_sha256=gates)
+        assert (locate(study, header)[1] == []) == fits
+
+
 def test_runs_that_make_no_study_are_refused() -> None:
     """A plan from confirm runs would be written after the results."""
     seen = [

@@ -12,6 +12,8 @@ from kvkeep.core.errors import ConfigError, DataFileError, EvidenceError
 from kvkeep.evaluation.preregistration import freeze, load, load_frozen, lock_path
 from tests.evaluation.studies import plan, write
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
 
 def test_frozen_is_read_back(tmp_path: Path) -> None:
     """A plan that cannot be read again confirms nothing."""
@@ -58,6 +60,18 @@ def test_every_value_is_under_the_seal(tmp_path: Path) -> None:
         except ConfigError:
             continue  # another number there is no plan at all
         assert changed != sealed, match
+
+
+def test_gates_are_under_the_seal_and_older_seals_hold(tmp_path: Path) -> None:
+    """A field that came later must not break what was sealed before, nor stand outside of the seal."""
+    for study in sorted(RESULTS.glob("*.yaml")):
+        assert load_frozen(study).sha256
+    content = plan()
+    plain = load(write(tmp_path, content)).sha256
+    content["cells"][0]["gates_sha256"] = {"challenger": "d" * 64}
+    one = load(write(tmp_path, content)).sha256
+    content["cells"][0]["gates_sha256"] = {"baseline": "d" * 64}
+    assert len({plain, one, load(write(tmp_path, content)).sha256}) == 3
 
 
 def test_comments_and_deviations_may_follow(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_runs_find_their_place_and_the_program_decides(study: Preregistration) -
         ({"prompt_sha256": "d" * 64}, "prompt_sha256"),
         ({"model_sha256": "d" * 64}, "no cell has model"),
         ({"calibration_sha256": "d" * 64}, "calibration_sha256"),
+        ({"gates_sha256": "d" * 64}, "registered as None"),
         ({"seeds": (1, 2, 3)}, "seeds [1, 2, 3]"),
         ({"policy_options": plain(kvkeep.TOVA(budget=33, buffer=8).options())}, "no cell has"),
         ({"policy_options": plain(kvkeep.TOVA(budget=32, buffer=9).options())}, "no cell has"),

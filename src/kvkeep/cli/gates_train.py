@@ -96,6 +96,7 @@ def train(
 
     from kvkeep.cli import loading, report
     from kvkeep.cli.gates_data import documents
+    from kvkeep.cli.gates_measured import evicting
     from kvkeep.evaluation.identity import weights_sha256
     from kvkeep.gates import save
     from kvkeep.gates.files import FILE
@@ -125,7 +126,10 @@ def train(
             "seconds": round(trainer.seconds, 1),
             "held_out": {name: round(value, 6) for name, value in measured.items()},
         }
-        save(trainer.student.gates, out / FILE, base_sha256=base, training=facts)
+        gates = trainer.student.gates
+    # The model attends as before again, and real evictions are possible.
+    facts["evicting"] = evicting(loaded.model, policy, gates, held_out, recipe.memory)
+    save(gates, out / FILE, base_sha256=base, training=facts)
     (out / CARD).write_text(card(facts, base, policy), encoding="utf-8")
     typer.echo(report.as_json(facts) if as_json else "\n".join(_summary(facts, out, policy)))
 
@@ -163,12 +167,25 @@ def _summary(facts: dict[str, Any], out: Path, policy: str) -> list[str]:
     from kvkeep.gates.files import FILE
 
     held = facts["held_out"]
-    return [
+    lines = [
         f"{out / FILE}: {facts['step']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s.",
         f"Held out: KL to the full cache {held['kl']:.4g}, next token {held['next_token']:.4g} nats (full "
         f"cache {held['full']:.4g}), {held['alive']:.0f} entries per head alive at the end of a document.",
         f"Use them: kvkeep generate --model {facts['model']} --policy {policy} --gates {out}",
     ]
+    if facts["evicting"] is not None:
+        lines.insert(2, f"With evictions: {_evicting(facts['evicting'])}.")
+    return lines
+
+
+def _evicting(found: dict[str, Any]) -> str:
+    """What was measured with real evictions, in words."""
+    mine, full = found["evicting"], found["full"]
+    return (
+        f"{mine['nats']:.4g} nats per token at a mean cache of {mine['mean_cache']:.1f} entries (full cache "
+        f"{full['nats']:.4g} at {full['mean_cache']:.1f}; budget {found['budget']}, buffer "
+        f"{found['buffer']}, {found['texts']} held-out texts of {found['tokens']} tokens)"
+    )
 
 
 def card(facts: dict[str, Any], base: str, policy: str) -> str:
@@ -183,9 +200,12 @@ def card(facts: dict[str, Any], base: str, policy: str) -> str:
         "next-token loss, held out": f"{held['next_token']:.4g} nats (full cache {held['full']:.4g})",
         alive: f"{held['alive']:.1f} (memory {recipe['memory']:g})",
     }
+    if facts["evicting"] is not None:
+        rows["with real evictions"] = _evicting(facts["evicting"])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         f"# Retention gates for {facts['model']}\n\nFor the policy `{policy}` of kvkeep. Losses are those of "
-        "the fading attention of training; nothing was evicted.\n\n| | |\n|---|---|\n"
+        "the fading attention of training, in which nothing is evicted, unless a line says otherwise."
+        "\n\n| | |\n|---|---|\n"
         f"{table}\n\nRecipe:\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n"
     )

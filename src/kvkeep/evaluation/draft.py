@@ -105,6 +105,7 @@ def draft(
                 "challenger": challenger.header.budget.get("entries"),
                 "prompt_sha256": baseline.header.prompt_sha256,
                 **_calibration(baseline.header, challenger.header),
+                **_gates(baseline=baseline.header, challenger=challenger.header),
             }
             for baseline, challenger in pairs
         ],
@@ -125,6 +126,11 @@ def draft(
 def _calibration(*headers: RunHeader) -> dict[str, str]:
     found = [each.calibration_sha256 for each in headers if each.calibration_sha256 is not None]
     return {"calibration_sha256": found[0]} if found else {}
+
+
+def _gates(**arms: RunHeader) -> dict[str, dict[str, str]]:
+    found = {arm: each.gates_sha256 for arm, each in arms.items() if each.gates_sha256 is not None}
+    return {"gates_sha256": found} if found else {}
 
 
 def _one_each(headers: Sequence[RunHeader], field: str) -> list[RunHeader]:

@@ -81,7 +81,8 @@ class Arms(_Part):
 class Cell(_Part):
     """One comparison: a task, a model, and the budgets of the arms, matched on dev problems.
 
-    ``calibration_sha256``: statistics of the model, where a policy reads them.
+    ``calibration_sha256``: statistics of the model, where a policy reads them. ``gates_sha256``: retention
+    gates, by the arm that reads them.
     """
 
     task: str
@@ -90,6 +91,7 @@ class Cell(_Part):
     challenger: Some | None = None
     prompt_sha256: Hash
     calibration_sha256: Hash | None = None
+    gates_sha256: Mapping[Literal["baseline", "challenger"], Hash] = Field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -200,6 +202,9 @@ class Preregistration(_Part):
     def sha256(self) -> str:
         """Hash of the content, deviations excepted: comments, order of keys and spacing do not matter."""
         content = self.model_dump(mode="json", exclude={"deviations"})
+        for cell in content["cells"]:
+            if not cell["gates_sha256"]:
+                del cell["gates_sha256"]  # studies sealed before there was such a field keep their hash
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -235,6 +235,9 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmNa
             reasons.append(f"{name}: prompt_sha256 is {header.prompt_sha256!r}, not as registered")
         if header.calibration_sha256 not in (None, found[0].calibration_sha256):
             reasons.append(f"{name}: calibration_sha256 is {header.calibration_sha256!r}, not as registered")
+        gates = found[0].gates_sha256.get(found[1])
+        if header.gates_sha256 != gates:
+            reasons.append(f"{name}: gates_sha256 is {header.gates_sha256!r} and was registered as {gates!r}")
     return found, reasons
 
 
