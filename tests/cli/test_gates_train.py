@@ -1,11 +1,14 @@
 """`kvkeep gates train` on the built-in reasoner: files, refusals, going on, and gates that are usable."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import kvkeep
 from kvkeep.cli.app import app
 from kvkeep.core.files import read_tensors
 from kvkeep.gates import load
@@ -91,3 +94,10 @@ def test_refusals(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     code, output = run("--out", str(tmp_path / "gates"), *words)
     assert code != 0
     assert said in output
+
+
+def test_runs_as_a_module() -> None:
+    """What `accelerate launch -m kvkeep` needs."""
+    ran = subprocess.run([sys.executable, "-m", "kvkeep", "--version"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip().endswith(kvkeep.__version__)

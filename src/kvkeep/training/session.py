@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvkeep.core.errors import ConfigError, KvkeepError
-from kvkeep.engine.attention import restore
+from kvkeep.core.errors import ConfigError, UnsupportedError
 from kvkeep.engine.spec import model_spec
 from kvkeep.gates.modules import RetentionGates
 from kvkeep.training.documents import Documents
 from kvkeep.training.fading import fading
+from kvkeep.training.frozen import frozen, recomputing
 from kvkeep.training.recipe import Recipe
 from kvkeep.training.student import Reader, Student, require_plain
 from kvkeep.training.trainer import Trainer
@@ -39,56 +40,69 @@ def training(
     base
         Hash of the model's weights.
     accelerator
-        One of your own, with ``gradient_accumulation_steps=recipe.accumulate``.
+        One of your own, with ``gradient_accumulation_steps=recipe.accumulate`` and no mixed precision.
 
     Raises
     ------
     ConfigError
-        If model and accelerator are on different devices, or accelerate is not installed.
+        If accelerate is not installed, or the accelerator does not suit model and recipe.
     UnsupportedError
         With every reason, if gates cannot be trained on the model.
     """
     if accelerator is None:
         accelerator = make_accelerator(recipe, cpu=model.device.type == "cpu")
-    if not _same(model.device, accelerator.device):
-        raise ConfigError(
-            f"the model is on {model.device} and accelerate trains on {accelerator.device}: move the model "
-            "there, or choose the device with CUDA_VISIBLE_DEVICES."
-        )
+    _check(accelerator, recipe, model.device)
     spec = model_spec(model.config)
-    torch.manual_seed(recipe.seed)
-    gates = RetentionGates(recipe.shape(spec), bias=recipe.bias).to(accelerator.device)
-    restore(model)
-    versions = {name: weight._version for name, weight in model.named_parameters()}
-    asked = {name: weight.requires_grad for name, weight in model.named_parameters()}
-    was_training = model.training
-    model.eval().requires_grad_(False)
+    with torch.random.fork_rng(devices=()):  # the caller's random state is none of our business
+        torch.manual_seed(recipe.seed)
+        gates = RetentionGates(recipe.shape(spec), bias=recipe.bias).to(accelerator.device)
     ids = documents.batch(0).ids[:1, :_CHECKED_TOKENS].to(accelerator.device)
-    with torch.no_grad():
-        theirs = model(input_ids=ids, use_cache=False).logits[0].float()
-    try:
+    with frozen(model):
+        with torch.no_grad():
+            theirs = model(input_ids=ids, use_cache=False).logits[0].float()
         with fading(model, spec) as tape:
             reader = Reader(model, tape)
-            require_plain(model, reader.logits(ids), theirs)
-            if recipe.checkpointing:
-                _checkpointing(model, "enable", {"use_reentrant": False})
-                model.train()  # layers are computed again in training mode only; attention drops nothing out
-            yield Trainer(Student(gates, recipe, reader), documents, recipe, accelerator, base)
-        changed = [name for name, weight in model.named_parameters() if weight._version != versions[name]]
-        if changed:
-            raise KvkeepError(f"training wrote to weights of the model: {changed[:3]}. Load it again.")
-    finally:
-        if recipe.checkpointing:
-            _checkpointing(model, "disable")
-        model.train(was_training)
-        for name, weight in model.named_parameters():
-            weight.requires_grad_(asked[name])
+            student = Student(gates, recipe, reader)
+            mine = reader.logits(ids)
+            require_plain(model, mine, theirs)
+            trainer = Trainer(student, documents, recipe, accelerator, base)
+            if not recipe.checkpointing:
+                yield trainer
+                return
+            with recomputing(model):
+                _require_same(model, reader.logits(ids), mine)
+                yield trainer
 
 
-def _checkpointing(model: PreTrainedModel, what: str, *options: Any) -> None:
-    """Switch activation checkpointing under whichever name this version of transformers has for it."""
-    new = getattr(model, f"activation_checkpointing_{what}", None)
-    (new or getattr(model, f"gradient_checkpointing_{what}"))(*options)
+def _require_same(model: PreTrainedModel, twice: Tensor, once: Tensor) -> None:
+    """Refuse a model whose layers drop something out when they are asked to compute twice."""
+    if not torch.equal(twice, once):
+        raise UnsupportedError(
+            f"activations of {type(model).__name__} cannot be computed twice",
+            [
+                "in training mode its layers compute something else (dropout): set it to 0 in the model's "
+                "config, or train without checkpointing"
+            ],
+        )
+
+
+def _check(accelerator: Any, recipe: Recipe, device: torch.device) -> None:
+    """Refuse an accelerator that would train otherwise than the recipe says."""
+    if not _same(device, accelerator.device):
+        raise ConfigError(
+            f"the model is on {device} and accelerate trains on {accelerator.device}: move the model "
+            "there, or choose the device with CUDA_VISIBLE_DEVICES."
+        )
+    if accelerator.gradient_accumulation_steps != recipe.accumulate:
+        raise ConfigError(
+            f"the accelerator steps after {accelerator.gradient_accumulation_steps} forwards and the recipe "
+            f"after {recipe.accumulate}: take make_accelerator(recipe), or set both alike."
+        )
+    if accelerator.mixed_precision != "no":
+        raise ConfigError(
+            f"the accelerator computes in {accelerator.mixed_precision}, which rounds what gates say: choose "
+            "mixed_precision='no', and load the model in bfloat16 for speed."
+        )
 
 
 def _same(one: torch.device, other: torch.device) -> bool:
@@ -99,6 +113,9 @@ def _same(one: torch.device, other: torch.device) -> bool:
 def make_accelerator(recipe: Recipe, **options: Any) -> Any:
     """Make an accelerator for a recipe.
 
+    What decides the result stands in the recipe. So neither the environment nor what `accelerate config` once
+    wrote down has a say in it: gates compute in float32, and the model in the type that it was loaded in.
+
     Raises
     ------
     ConfigError
@@ -106,6 +123,8 @@ def make_accelerator(recipe: Recipe, **options: Any) -> Any:
     """
     try:
         from accelerate import Accelerator  # type: ignore[import-untyped]
+        from accelerate.utils import GradientAccumulationPlugin  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError('training gates needs accelerate: pip install "kvkeep[train]".') from error
-    return Accelerator(gradient_accumulation_steps=recipe.accumulate, **options)
+    plugin = GradientAccumulationPlugin(num_steps=recipe.accumulate)
+    return Accelerator(gradient_accumulation_plugin=plugin, mixed_precision="no", **options)
