@@ -9,9 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep.cli import gates_train
 from kvkeep.cli.app import app
+from kvkeep.cli.gates_data import choose, documents
 from kvkeep.core.files import read_tensors
 from kvkeep.gates import load
+from kvkeep.testbed.tokenizer import make_tokenizer
+from kvkeep.training import Recipe
 
 SMALL = (
     "--memory",
@@ -83,6 +87,12 @@ def test_texts_that_fit_the_memory_are_not_measured_with_evictions(tmp_path: Pat
     ("words", "said"),
     [
         (("--data", "nowhere.txt"), "no such file"),
+        (("--data", "no/where"), "no such file"),
+        (("--data", "."), "is a folder"),
+        (("--data", "empty.txt"), "has 0 documents to learn from (0 in all)"),
+        (("--data", "one.txt"), "has 1 documents to learn from (1 in all)"),
+        (("--data", "useless.jsonl"), "must begin within 128 tokens"),
+        (("--data", "trace(answer=0.5)"), "answer"),
         (("--data", "gsm8k"), "no training problems"),
         (("--data", "trac"), "trace"),
         (("--data", TASK, "--policy", "snapkv"), "dbtrimkv or trimkv"),
@@ -90,10 +100,79 @@ def test_texts_that_fit_the_memory_are_not_measured_with_evictions(tmp_path: Pat
         (("--data", TASK, "--policy", "trimkv", "--tied"), "no shared projection"),
     ],
 )
-def test_refusals(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "one.txt").write_text("GO r1 r2")
+    useless = [{"prompt": "GO " * 200, "completion": "r1"}, {"text": ""}]
+    (tmp_path / "useless.jsonl").write_text("\n".join(map(json.dumps, useless)))
     code, output = run("--out", str(tmp_path / "gates"), *words)
     assert code != 0
     assert said in output
+
+
+@pytest.mark.parametrize(
+    ("place", "there", "said"),
+    [
+        ("gates", ["README.md"], "holds README.md but no checkpoint"),
+        ("gates", ["log.jsonl", "gates.safetensors"], "holds log.jsonl and gates.safetensors but no"),
+        ("gates", ["log.jsonl"], "--resume"),
+        ("gates/file", ["file"], "is a file; give a folder"),
+        ("gates/file/deeper", ["file"], "is a file; give a folder"),
+    ],
+)
+def test_nothing_that_is_there_is_written_over(
+    tmp_path: Path, place: str, there: list[str], said: str
+) -> None:
+    folder = tmp_path / "gates"
+    folder.mkdir()
+    for name in there:
+        (folder / name).write_text("mine")
+    code, output = run("--data", TASK, "--out", str(tmp_path / place))
+    assert code != 0
+    assert said in output
+    assert all((folder / name).read_text() == "mine" for name in there)
+
+
+def test_going_on_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    words = ("--data", TASK, "--out", str(tmp_path / "gates"))
+    assert run(*words)[0] == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "gates").iterdir()}
+    code, said = run(*words, "--resume")
+    assert code == 0, said
+    after = {path.name: path.read_bytes() for path in (tmp_path / "gates").iterdir()}
+    assert after.keys() == before.keys()
+    assert [name for name in after if after[name] != before[name] and name != "checkpoint.pt"] == []
+
+
+def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*words: object) -> None:
+        raise KeyboardInterrupt
+
+    words = ("--data", TASK, "--out", str(tmp_path / "gates"))
+    with monkeypatch.context() as patch:
+        patch.setattr(gates_train, "_lines", lambda steps: pressed)
+        code, said = run(*words)
+    assert code == 130
+    assert "step 1 of 2, before the first checkpoint" in said
+    code, said = run(*words, "--resume")
+    assert code == 0, said
+
+
+def test_no_text_is_longer_than_the_model_reads(tmp_path: Path) -> None:
+    data, recipe = tmp_path / "a.txt", Recipe(memory=8, row=64)
+    data.write_text("r1 " * 500)
+    for chosen in (choose(str(data)), choose(TASK)):
+        learned, held_out = documents("x", chosen, make_tokenizer(), recipe, limit=60)
+        for each in (learned, held_out):
+            assert int(each.batch(0).packing.positions.max()) == 59
+
+
+def test_a_row_of_short_texts_is_full(tmp_path: Path) -> None:
+    data, recipe = tmp_path / "a.jsonl", Recipe(memory=8, row=640)
+    data.write_text("\n".join(json.dumps({"text": "GO r1 r2 END"}) for _ in range(60)))
+    learned, _ = documents("x", choose(str(data)), make_tokenizer(), recipe)
+    assert int(learned.batch(0).packing.real.sum()) == 640
 
 
 def test_runs_as_a_module() -> None:

@@ -1,14 +1,10 @@
 """Packed rows: nothing lost, nothing mixed, the same again."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
-from kvkeep.core.errors import DataFileError
-from kvkeep.testbed.tokenizer import make_tokenizer
-from kvkeep.training.documents import IGNORED, Document, Documents, read, shuffled, stack
+from kvkeep.core.errors import ConfigError
+from kvkeep.training.documents import IGNORED, Document, Documents, shuffled, stack
 
 
 def test_targets_stay_within_their_document_and_begin_where_learning_does() -> None:
@@ -43,37 +39,21 @@ def test_every_document_comes_once_an_epoch() -> None:
     assert orders[0] != orders[1]
 
 
-def test_files(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    ids = tokenizer("GO r1 r2 r3 END")["input_ids"]
-    text = tmp_path / "a.txt"
-    text.write_text("GO r1 r2\nr3 END")
-    assert [list(each.ids) for each in read(text, tokenizer, 3)] == [ids[:3], ids[3:]]
-    lines = tmp_path / "a.jsonl"
-    entries = [{"prompt": "GO r1", "completion": "r2 r3 END"}, {"text": "GO r1 r2 r3 END"}]
-    lines.write_text("\n".join(json.dumps(entry) for entry in entries) + "\n\n")
-    assert read(lines, tokenizer, 9) == [Document(ids, 2), Document(ids, 0)]
+def test_what_teaches_nothing_takes_no_room() -> None:
+    useless = [Document([]), Document([1]), Document([1, 2], 5)]
+    good = Document([7, 8, 9])
+    documents = Documents(lambda number: [*useless, good][number % 4], 8, 1, "x")
+    assert documents.batch(0).ids.tolist() == [[7, 8, 9, 7, 8, 9, 0, 0]]
+    with pytest.raises(ConfigError, match=r"64 documents .* row of 8 tokens.* has 20, .* number 12 on"):
+        Documents(lambda number: Document(list(range(20)), 12), 8, 1, "x").batch(0)
 
 
-def test_a_chat_is_learned_from_its_first_answer_on(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ 'GO ' if m.role == 'user' else 'r9 ' }}{{ m.content }} {% endfor %}"
-        "{% if add_generation_prompt %}r9 {% endif %}"
-    )
-    lines = tmp_path / "a.jsonl"
-    talk = [{"role": "user", "content": "r1 r2"}, {"role": "assistant", "content": "r3"}]
-    lines.write_text(json.dumps({"messages": talk}))
-    (document,) = read(lines, tokenizer, 9)
-    assert tokenizer.decode(document.ids).split() == ["GO", "r1", "r2", "r9", "r3"]
-    assert document.learned_from == 4
+def test_short_documents_may_fill_a_row() -> None:
+    def source(number: int) -> Document:
+        return Document([number % 50, 1])
 
+    def filled(**options: int) -> int:
+        return int(Documents(source, 256, 1, "x", **options).batch(3).packing.real.sum())
 
-@pytest.mark.parametrize(
-    "line", ["{", '{"words": 1}', '{"messages": [{"role": "user", "content": "x"}]}', "[]"]
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "GO"}\n' + line)
-    with pytest.raises(DataFileError, match="line 2"):
-        read(path, make_tokenizer(), 9)
+    assert filled() == 128
+    assert filled(most=130) == 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvkeep.core.errors import ConfigError, UnsupportedError
+from kvkeep.core.errors import ConfigError, DataFileError, KvkeepError, UnsupportedError
 from kvkeep.engine.attention import attention_name
 from kvkeep.testing.models import FAMILIES, tiny_model
-from kvkeep.training import Document, Documents, Recipe, Trainer, train, training
-from kvkeep.training.trainer import CHECKPOINT, LOG
+from kvkeep.training import Document, Documents, Progress, Recipe, Trainer, train, training
+from kvkeep.training.checkpoint import CHECKPOINT, LOG, read_checkpoint
 
 RECIPE = Recipe(
     memory=4, row=24, rows=2, accumulate=2, steps=4, warmup=1, rate=5e-2, bias=2.0, width=8, block=16
@@ -70,9 +71,112 @@ def test_training_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     run(tmp_path / "parts", steps=2)
     parts = run(tmp_path / "parts", resume=True)
-    assert (parts.step, parts.tokens) == (whole.step, whole.tokens) == (4, 4 * 2 * 2 * 24)
+    read = sum(int(documents().batch(number).packing.real.sum()) for number in range(4 * RECIPE.accumulate))
+    assert (parts.step, parts.tokens) == (whole.step, whole.tokens) == (4, read)
     states = [each.student.gates.state_dict() for each in (whole, parts)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def steps_of_log(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / LOG).read_text().splitlines()]
+
+
+def interrupted(folder: Path, after: int, **options: Any) -> None:
+    """Train until someone presses a key after some steps; checkpoints as ``options`` say."""
+
+    def report(progress: Progress) -> None:
+        if progress.step == after:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        run(folder, report=report, **options)
+
+
+class TestTheLogGoesOnToo:
+    """Steps after the last checkpoint are done again, and stand in the log once."""
+
+    def test_from_a_checkpoint_before_its_end(self, tmp_path: Path) -> None:
+        interrupted(tmp_path, after=2, save_every=0)
+        interrupted(tmp_path, after=3, resume=True)  # one more step, and no checkpoint of it
+        assert steps_of_log(tmp_path) == [1, 2, 3]
+        run(tmp_path, resume=True)
+        assert steps_of_log(tmp_path) == [1, 2, 3, 4]
+        whole = tmp_path / "whole"
+        run(whole)
+        terms = [
+            [json.loads(line)["terms"] for line in (folder / LOG).read_text().splitlines()]
+            for folder in (tmp_path, whole)
+        ]
+        assert terms[0] == terms[1]
+
+    def test_before_any_checkpoint(self, tmp_path: Path) -> None:
+        interrupted(tmp_path, after=2)
+        assert not (tmp_path / CHECKPOINT).exists()
+        run(tmp_path, resume=True)
+        assert steps_of_log(tmp_path) == [1, 2, 3, 4]
+
+    def test_after_a_line_that_was_not_finished(self, tmp_path: Path) -> None:
+        interrupted(tmp_path, after=3, save_every=0)
+        log = tmp_path / LOG
+        log.write_bytes(log.read_bytes()[:-20])
+        run(tmp_path, resume=True)
+        assert steps_of_log(tmp_path) == [1, 2, 3, 4]
+
+    def test_after_the_last_step(self, tmp_path: Path) -> None:
+        first = run(tmp_path)
+        log = (tmp_path / LOG).read_bytes()
+        again = run(tmp_path, resume=True)
+        assert (tmp_path / LOG).read_bytes() == log
+        states = [each.student.gates.state_dict() for each in (first, again)]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("state", [b"", b"not one", [1], {"gates": {}}])
+def test_a_checkpoint_that_is_none(tmp_path: Path, state: Any) -> None:
+    if isinstance(state, bytes):
+        (tmp_path / CHECKPOINT).write_bytes(state)
+    else:
+        torch.save(state, tmp_path / CHECKPOINT)
+    with pytest.raises(DataFileError, match=r"Delete .* and train without --resume"):
+        run(tmp_path, resume=True)
+
+
+def test_a_checkpoint_cut_short(tmp_path: Path) -> None:
+    run(tmp_path, steps=1)
+    path = tmp_path / CHECKPOINT
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(DataFileError, match=r"Delete .* and train without --resume"):
+        run(tmp_path, resume=True)
+
+
+def test_other_data_weights_or_processes_cannot_go_on(tmp_path: Path) -> None:
+    def going_on(name: str = "random", base: str = "base", processes: int = 1) -> None:
+        given = Documents(source, RECIPE.row, RECIPE.rows, name)
+        with training(tiny_model("llama"), given, RECIPE, base) as trainer:
+            facts = trainer.facts | {"processes": processes}
+            read_checkpoint(tmp_path, facts)
+
+    run(tmp_path, steps=1)
+    going_on()
+    with pytest.raises(ConfigError, match="data random there, others here"):
+        going_on(name="others")
+    with pytest.raises(ConfigError, match="the model has other weights"):
+        going_on(base="another")
+    with pytest.raises(ConfigError, match="processes 1 there, 2 here"):
+        going_on(processes=2)
+
+
+@pytest.mark.parametrize(("rate", "said"), [(1e30, "train anew with a lower rate"), (None, "float32")])
+def test_numbers_that_are_none_say_whose_they_are(rate: float | None, said: str) -> None:
+    model = tiny_model("llama")
+    recipe = dataclasses.replace(RECIPE, rate=rate or RECIPE.rate, warmup=0)
+    with training(model, documents(), recipe, "base") as trainer:
+        if rate is None:
+            model.lm_head.register_forward_hook(lambda module, args, out: out * float("nan"))
+        else:
+            trainer.train_step()
+        with pytest.raises(KvkeepError, match=said):
+            trainer.train_step()
 
 
 @pytest.mark.parametrize("change", [{"rate": 1e-2}, {"memory": 5.0}, {"scalar": True}])

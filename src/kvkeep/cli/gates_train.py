@@ -65,7 +65,6 @@ def train(
     """
     from kvkeep.training import Recipe, train, training
     from kvkeep.training.session import make_accelerator
-    from kvkeep.training.trainer import CHECKPOINT
 
     if policy not in ("dbtrimkv", "trimkv"):
         raise ConfigError(f"--policy {policy} has no gates: choose dbtrimkv or trimkv.")
@@ -89,29 +88,32 @@ def train(
         block=block,
         checkpointing=checkpointing,
     )
-    if (out / CHECKPOINT).exists() and not resume:
-        raise ConfigError(
-            f"{out} holds a training already: continue it with --resume, or give another --out."
-        )
-
+    require_free(out, resume)
     from kvkeep.cli import loading, report
-    from kvkeep.cli.gates_data import documents
+    from kvkeep.cli.gates_data import choose, documents
     from kvkeep.cli.gates_measured import evicting
+    from kvkeep.engine.spec import model_spec
     from kvkeep.evaluation.identity import weights_sha256
     from kvkeep.gates import save
     from kvkeep.gates.files import FILE
 
+    chosen = choose(data)
     accelerator = make_accelerator(recipe, cpu=device == "cpu")
     source = loading.resolve(model, report.note)
     place = str(accelerator.device) if device == "auto" else device
     with report.waiting(f"loading {model}"):
         loaded = loading.load_model(source, dtype=dtype, attention="sdpa", device=place, threads=threads)
     base = weights_sha256(loaded.model)
-    learned, held_out = documents(data, loaded.tokenizer, recipe)
+    limit = model_spec(loaded.model.config).max_positions
+    learned, held_out = documents(data, chosen, loaded.tokenizer, recipe, limit)
     with training(loaded.model, learned, recipe, base, accelerator) as trainer:
         if accelerator.is_main_process and not as_json:
             typer.echo(plan(trainer, data, model))
-        train(trainer, out, resume=resume, report=_lines(recipe.steps))
+        try:
+            train(trainer, out, resume=resume, report=_lines(recipe.steps))
+        except KeyboardInterrupt:
+            _say_how_to_go_on(trainer, out)
+            raise
         measured = trainer.measure(held_out, _HELD_OUT_BATCHES)
         if weights_sha256(loaded.model) != base:
             raise KvkeepError("the weights of the model changed during training: nothing was saved.")
@@ -124,7 +126,7 @@ def train(
             "step": trainer.step,
             "tokens": trainer.tokens,
             "seconds": round(trainer.seconds, 1),
-            "held_out": {name: round(value, 6) for name, value in measured.items()},
+            "held_out": {name: round(value, 6) + 0.0 for name, value in measured.items()},
         }
         gates = trainer.student.gates
     # The model attends as before again, and real evictions are possible.
@@ -132,6 +134,46 @@ def train(
     save(gates, out / FILE, base_sha256=base, training=facts)
     (out / CARD).write_text(card(facts, base, policy), encoding="utf-8")
     typer.echo(report.as_json(facts) if as_json else "\n".join(_summary(facts, out, policy)))
+
+
+def require_free(out: Path, resume: bool) -> None:
+    """Refuse a folder in which training would overwrite what it did not write.
+
+    Raises
+    ------
+    ConfigError
+        Naming what is there.
+    """
+    from kvkeep.gates.files import FILE
+    from kvkeep.training.checkpoint import CHECKPOINT, LOG
+
+    here = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not here.is_dir():
+        raise ConfigError(f"--out {out}: {here} is a file; give a folder.")
+    found = [name for name in (CHECKPOINT, LOG, FILE, CARD) if (out / name).exists()]
+    begun = CHECKPOINT in found or found == [LOG]
+    if begun and not resume:
+        raise ConfigError(
+            f"{out} holds a training already: continue it with --resume, or give another --out."
+        )
+    if found and not begun:
+        raise ConfigError(
+            f"{out} holds {' and '.join(found)} but no checkpoint of a training, and training would write "
+            "over what is there: give another --out."
+        )
+
+
+def _say_how_to_go_on(trainer: Trainer, out: Path) -> None:
+    """After an interrupt: what is left of the work."""
+    from kvkeep.cli import report
+    from kvkeep.training.checkpoint import CHECKPOINT
+
+    if (out / CHECKPOINT).exists():
+        report.note(
+            f"step {trainer.step} of {trainer.recipe.steps}: --resume goes on from {out / CHECKPOINT}."
+        )
+    else:
+        report.note(f"step {trainer.step} of {trainer.recipe.steps}, before the first checkpoint.")
 
 
 def plan(trainer: Trainer, data: str, model: str) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.core.errors import ConfigError, DataFileError
+from kvkeep.core.errors import ConfigError
 from kvkeep.kernels.retention_attention import Packing
 
 IGNORED = -100
+#: Documents of a row at most, unless they are so short that more would fit.
+MOST = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,11 @@ class Document:
 
     ids: Sequence[int]
     learned_from: int = 0
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any token of it is learned: the first one of a text is never predicted."""
+        return max(self.learned_from, 1) < len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,12 @@ class Documents:
         Rows of a batch.
     name
         What it is, for the card.
+    most
+        Documents of a row at most: numbers of different rows must not meet.
     """
 
-    def __init__(self, source: Source, row: int, rows: int, name: str) -> None:
-        self.source, self.row, self.rows, self.name = source, row, rows, name
+    def __init__(self, source: Source, row: int, rows: int, name: str, most: int = MOST) -> None:
+        self.source, self.row, self.rows, self.name, self.most = source, row, rows, name, most
 
     def batch(self, number: int, of: int = 1, rank: int = 0) -> Rows:
         """The rows of one forward.
@@ -91,6 +97,11 @@ class Documents:
             Forwards of each process so far.
         of, rank
             Processes, and which of them asks.
+
+        Raises
+        ------
+        ConfigError
+            If there is nothing to learn in a row.
         """
         first = (number * of + rank) * self.rows
         return stack([self._fill(first + index) for index in range(self.rows)], self.row)
@@ -102,16 +113,25 @@ class Documents:
         for document in self._drawn(number):
             if found and len(document.ids) > free:
                 break
-            found.append(Document(document.ids[:free], document.learned_from))
-            free -= len(found[-1].ids)
+            part = Document(document.ids[:free], document.learned_from)
+            if not part.teaches:
+                continue
+            found.append(part)
+            free -= len(part.ids)
             if free < 2:
                 break
+        if not found:
+            first = next(self._drawn(number))
+            raise ConfigError(
+                f"{self.name}: {self.most} documents in succession have nothing to learn within a row of "
+                f"{self.row} tokens. The first has {len(first.ids)}, and is learned from number "
+                f"{first.learned_from} on: take longer rows."
+            )
         return found
 
     def _drawn(self, number: int) -> Iterator[Document]:
-        most = 64  # documents of a row; numbers of different rows must not meet
-        for index in range(most):
-            yield self.source(number * most + index)
+        for index in range(self.most):
+            yield self.source(number * self.most + index)
 
 
 def stack(rows: Sequence[Sequence[Document]], length: int) -> Rows:
@@ -148,71 +168,3 @@ def shuffled(documents: Sequence[Document], seed: int) -> Source:
         return documents[orders[epoch][place]]
 
     return source
-
-
-def cut(ids: Sequence[int], length: int) -> list[Document]:
-    """A long text as documents of at most ``length`` tokens."""
-    return [Document(ids[begin : begin + length]) for begin in range(0, len(ids), length)]
-
-
-def read(path: Path, tokenizer: Any, length: int) -> list[Document]:
-    """Read documents from a file.
-
-    ``.jsonl`` holds one document a line: ``{"messages": [...]}`` (a chat; learned from its first answer on),
-    ``{"prompt": ..., "completion": ...}`` (the completion is learned) or ``{"text": ...}``. Anything else
-    is plain text.
-
-    Parameters
-    ----------
-    length
-        Most tokens of a document: longer ones are cut into several (text) or cut off (the others).
-
-    Raises
-    ------
-    DataFileError
-        Naming the line that cannot be read.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataFileError(f"cannot read {path} ({error}): give a text file in UTF-8, or .jsonl.") from error
-    if path.suffix != ".jsonl":
-        return cut(tokenizer(text)["input_ids"], length)
-    found: list[Document] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            found += _parse(json.loads(line), tokenizer, length)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataFileError(
-                f"{path}, line {number}: {error}. A line holds 'messages', 'prompt' and 'completion', or "
-                "'text'."
-            ) from error
-    return found
-
-
-def _parse(entry: dict[str, Any], tokenizer: Any, length: int) -> list[Document]:
-    if "messages" in entry:
-        return [_chat(entry["messages"], tokenizer, length)]
-    if "prompt" in entry and "completion" in entry:
-        prompt = tokenizer(entry["prompt"])["input_ids"]
-        rest = tokenizer(entry["completion"], add_special_tokens=False)["input_ids"]
-        return [Document([*prompt, *rest][:length], len(prompt))]
-    if "text" in entry:
-        return cut(tokenizer(entry["text"])["input_ids"], length)
-    raise KeyError("no known field")
-
-
-def _chat(messages: Sequence[dict[str, str]], tokenizer: Any, length: int) -> Document:
-    """A chat; the losses begin with the first answer."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the tokenizer has no chat template")
-    asked = next((place for place, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
-
-    def ids(part: Sequence[dict[str, str]], more: bool) -> list[int]:
-        text = tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=more)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    begin = len(ids(messages[:asked], True)) if asked else 0
-    return Document(ids(messages, False)[:length], begin)

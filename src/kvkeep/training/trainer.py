@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from kvkeep.core.errors import ConfigError, DataFileError, KvkeepError
-from kvkeep.core.files import atomic_path
+from kvkeep.core.errors import KvkeepError
+from kvkeep.training.checkpoint import CHECKPOINT, LOG, cut_log, read_checkpoint, write_checkpoint
 from kvkeep.training.documents import Documents
 from kvkeep.training.recipe import Recipe
 from kvkeep.training.student import Student, Terms
-
-CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Progress:
     rate
         Learning rate.
     tokens
-        Tokens read so far, by all processes.
+        Tokens read so far, by all processes; padding is none.
     seconds
         Time so far, of all runs of this training.
     """
@@ -97,11 +95,13 @@ class Trainer:
         rate = recipe.rate_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        sums = torch.zeros(len(Terms._fields), device=accelerator.device)
+        sums, read = torch.zeros(len(Terms._fields), device=accelerator.device), 0
         for nth in range(recipe.accumulate):
             rows = self.documents.batch(
                 self.step * recipe.accumulate + nth, accelerator.num_processes, accelerator.process_index
-            ).to(accelerator.device)
+            )
+            read += int(rows.packing.real.sum())
+            rows = rows.to(accelerator.device)
             with accelerator.accumulate(self.wrapped):
                 terms: Terms = self.wrapped(rows)
                 accelerator.backward(terms.total)
@@ -110,12 +110,11 @@ class Trainer:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             sums += torch.stack(terms).detach()
-            self.tokens += rows.ids.numel() * accelerator.num_processes
-        shared = accelerator.reduce(sums, "mean") / recipe.accumulate
-        means = dict(zip(Terms._fields, shared.tolist(), strict=True))
-        if not all(map(math.isfinite, means.values())):
-            raise KvkeepError(f"training failed at step {self.step + 1}: {means}. Lower the rate.")
+        shared = accelerator.reduce(torch.cat([sums, sums.new_tensor([float(read)])]), "mean").tolist()
+        means = {name: each / recipe.accumulate for name, each in zip(Terms._fields, shared, strict=False)}
+        _require_finite(means, self.step + 1)
         self.step += 1
+        self.tokens += round(shared[-1] * accelerator.num_processes)
         self.seconds += time.perf_counter() - begin
         return Progress(self.step, recipe.steps, means, rate, self.tokens, self.seconds)
 
@@ -128,19 +127,25 @@ class Trainer:
         ]
         return dict(zip(Terms._fields, torch.stack(found).mean(0).tolist(), strict=True))
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint; an interrupted write leaves the one before."""
-        state = {
-            "gates": self.student.gates.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "progress": {"step": self.step, "tokens": self.tokens, "seconds": self.seconds},
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint must agree in."""
+        return {
             "recipe": self.recipe.facts(),
             "data": self.documents.name,
             "base": self.base,
+            "processes": self.accelerator.num_processes,
         }
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint; an interrupted write leaves the one before."""
         if self.accelerator.is_main_process:
-            with atomic_path(folder / CHECKPOINT) as temporary:
-                torch.save(state, temporary)
+            state = {
+                "gates": self.student.gates.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "progress": {"step": self.step, "tokens": self.tokens, "seconds": self.seconds},
+            }
+            write_checkpoint(folder, state | self.facts)
 
     def resume(self, folder: Path) -> None:
         """Continue where a checkpoint ended: the steps that follow are those that would have followed.
@@ -150,32 +155,25 @@ class Trainer:
         DataFileError
             If the checkpoint cannot be read.
         ConfigError
-            If it belongs to another model, other data or another recipe.
+            If it belongs to another model, other data, another recipe or another number of processes.
         """
-        path = folder / CHECKPOINT
-        try:
-            state = torch.load(path, weights_only=True, map_location="cpu")
-        except Exception as error:
-            raise DataFileError(f"cannot read {path} ({error}): train without --resume.") from error
-        facts: dict[str, Any] = {
-            "recipe": self.recipe.facts(),
-            "data": self.documents.name,
-            "base": self.base,
-        }
-        differing = [name for name, value in facts.items() if state[name] != value]
-        if "recipe" in differing:  # name the settings
-            mine, theirs = facts["recipe"], state["recipe"]
-            differing[:1] = [
-                f"{name} {theirs.get(name)} there, {value} here"
-                for name, value in mine.items()
-                if value != theirs.get(name)
-            ]
-        if differing:
-            raise ConfigError(f"{path} belongs to another training: {'; '.join(differing)}.")
+        state = read_checkpoint(folder, self.facts)
         self.student.gates.load_state_dict(state["gates"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens = state["progress"]["step"], state["progress"]["tokens"]
         self.seconds = state["progress"]["seconds"]
+
+
+def _require_finite(means: dict[str, float], step: int) -> None:
+    """Stop at numbers that are none, and say whose they are."""
+    if all(map(math.isfinite, means.values())):
+        return
+    if not math.isfinite(means["full"]):
+        advice = "The model itself gives no finite numbers here: load it in float32 or bfloat16."
+    else:
+        advice = "The gates ran away: train anew with a lower rate."
+    wrong = ", ".join(f"{name} {value}" for name, value in means.items() if not math.isfinite(value))
+    raise KvkeepError(f"training failed at step {step}: {wrong}. {advice}")
 
 
 def train(
@@ -193,19 +191,22 @@ def train(
     folder
         Where checkpoint and log go.
     resume
-        Continue from the checkpoint that is there, if there is one.
+        Continue from the checkpoint that is there, if there is one; the log goes back to its step.
     report
         Called after each step, by the main process.
     save_every
         Seconds between checkpoints; one more is written at the end.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if resume and (folder / CHECKPOINT).exists():
+    resumed = resume and (folder / CHECKPOINT).exists()
+    if resumed:
         trainer.resume(folder)
     main, saved = trainer.accelerator.is_main_process, time.monotonic()
     # One process writes: another that opened the same log to write would empty it.
     path = folder / LOG if main else Path(os.devnull)
-    with path.open("a" if resume else "w", encoding="utf-8") as log:
+    if main and resumed:
+        cut_log(folder, trainer.step)
+    with path.open("a" if resumed else "w", encoding="utf-8") as log:
         while trainer.step < trainer.recipe.steps:
             progress = trainer.train_step()
             if main:
