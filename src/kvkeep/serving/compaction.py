@@ -1,0 +1,182 @@
+"""An eviction inside vLLM's blocks: show the policy the entries, move the survivors of the tail into the holes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.core.decision import KeepCounts
+from kvkeep.core.errors import CacheIntegrityError
+from kvkeep.core.random import RandomStream
+from kvkeep.core.view import protected_mask
+from kvkeep.engine.viewing import StoredView
+from kvkeep.serving.deployment import Deployment
+from kvkeep.serving.pages import LayerPages, OrderedPages
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The rows that evict before their next token is stored; shared by all layers of a step.
+
+    Parameters
+    ----------
+    blocks
+        int64 ``[rows, count]``: blocks of their slots.
+    seen
+        int64 ``[rows]``: tokens seen, which is the position of the next one.
+    held, kept
+        int64 ``[rows]``: entries before and after.
+    first
+        bool ``[rows]``: it is the row's first eviction.
+    evictions
+        int64 ``[rows]``: how many it had before.
+    entries, largest, moves
+        Largest of ``held``, of ``kept`` and of ``held - kept``, known on the host.
+    even
+        All rows hold equally many.
+    ring_blocks, ring_places
+        int64 ``[rows, window]``: where the newest queries are, oldest first; ``None`` if none are recorded.
+    """
+
+    blocks: Tensor
+    seen: Tensor
+    held: Tensor
+    kept: Tensor
+    first: Tensor
+    evictions: Tensor
+    entries: int
+    largest: int
+    moves: int
+    even: bool
+    ring_blocks: Tensor | None = None
+    ring_places: Tensor | None = None
+
+
+class Compaction:
+    """Evictions of one layer.
+
+    Parameters
+    ----------
+    deployment
+        Policy, model and statistics.
+    layer
+        Its index in the model.
+    pages
+        Its cache.
+    query_factor
+        Brings the model's queries to logits divided by sqrt(dim).
+    """
+
+    def __init__(self, deployment: Deployment, layer: int, pages: LayerPages, query_factor: float) -> None:
+        self._deployment, self._layer, self._pages = deployment, layer, pages
+        self._policy, self._traits = deployment.policy, deployment.policy.traits
+        self._query_factor = query_factor
+
+    def evict(self, cuts: Cuts) -> None:
+        """Carry out one eviction of every row of ``cuts``.
+
+        Raises
+        ------
+        CacheIntegrityError
+            If the policy keeps another number of entries than it was asked for.
+        """
+        positions = self._positions(cuts)
+        slots = positions.shape[-1]
+        valid = torch.arange(slots, device=positions.device) < cuts.held[:, None, None]
+        valid = valid.expand_as(positions)
+        # Holes are filled from the tail, so slots are in no order; policies work along the text.
+        order = positions.masked_fill(~valid, _LATE).argsort(-1)[..., : cuts.entries]
+        view = self._view(cuts, positions.gather(-1, order), valid.gather(-1, order), order)
+        per_head = cuts.kept[:, None].expand(-1, self._pages.kv_heads)
+        (decision,) = self._policy.decide([view], [KeepCounts(per_head, cuts.largest)])
+        self._check(decision, per_head)
+        keep = torch.zeros_like(valid)
+        chosen = torch.arange(decision.max_kept, device=valid.device) < decision.lengths[..., None]
+        index = torch.where(chosen, decision.indices, decision.indices[..., :1])
+        keep.scatter_(-1, order.gather(-1, index), torch.ones_like(index, dtype=torch.bool))
+        self._fill(cuts, positions, keep, valid)
+
+    def _positions(self, cuts: Cuts) -> Tensor:
+        """int64 ``[rows, kv_heads, slots]``: of what stands in each slot, arbitrary beyond ``held``."""
+        rows, count = cuts.blocks.shape
+        slot = torch.arange(count * self._pages.slots, device=cuts.blocks.device)
+        tail = cuts.seen[:, None] - cuts.held[:, None] + slot  # the newest tokens stand in line
+        own = self._pages.read_positions(cuts.blocks)
+        in_line = cuts.first[:, None] | (slot >= cuts.kept[:, None])
+        return torch.where(in_line[:, None], tail[:, None], own)
+
+    def _view(self, cuts: Cuts, positions: Tensor, valid: Tensor, order: Tensor) -> StoredView:
+        policy, traits, deployment = self._policy, self._traits, self._deployment
+        budget = policy.amount.count
+        prompt_lens = cuts.kept - budget  # the kept prompt in whole blocks; 0 where prompts compete
+        recorded: dict[str, Any] = {}
+        if traits.queries and cuts.ring_blocks is not None and cuts.ring_places is not None:
+            window = torch.arange(-traits.queries, 0, device=positions.device)
+            queries = self._pages.recorded(cuts.ring_blocks, cuts.ring_places)
+            recorded["queries"] = queries if self._query_factor == 1.0 else queries * self._query_factor
+            recorded["query_positions"] = cuts.seen[:, None] + window
+        if traits.calibration:
+            recorded["calibration"] = deployment.statistics[self._layer]
+        if traits.rope:
+            recorded["rope"] = deployment.rope
+        if traits.random:
+            # The worker does not know who a request is: all draw from the stream of sequence 0.
+            recorded["random"] = RandomStream.derive(
+                seed=deployment.settings.seed,
+                sequence_ids=torch.zeros_like(cuts.seen),
+                layer=self._layer,
+                evictions=cuts.evictions,
+            )
+        return StoredView(
+            store=OrderedPages(self._pages, cuts.blocks, order),
+            rows=None,
+            layer=self._layer,
+            positions=positions,
+            valid=valid,
+            seq_lens=cuts.seen,
+            prompt_lens=prompt_lens,
+            budget=budget,
+            buffer=policy.buffer,
+            protected=protected_mask(
+                positions=positions,
+                valid=valid,
+                seq_lens=cuts.seen,
+                sinks=policy.sinks,
+                recent=policy.recent,
+                prompt_lens=prompt_lens if policy.protects_prompt else None,
+            ),
+            traits=traits,
+            recorded=recorded,
+            even=cuts.even,
+            recent_kept=policy.recent,
+        )
+
+    def _check(self, decision: Any, per_head: Tensor) -> None:
+        if not torch.equal(decision.lengths, per_head):
+            raise CacheIntegrityError(
+                f"{self._policy.name} kept {decision.lengths.tolist()} entries in layer {self._layer}, and the "
+                f"schedule has slots for {per_head[:, 0].tolist()} in each head: a policy that vLLM serves must "
+                "fill its budget exactly."
+            )
+
+    def _fill(self, cuts: Cuts, positions: Tensor, keep: Tensor, valid: Tensor) -> None:
+        """Move kept entries behind the persistent slots into the slots of evicted ones before."""
+        slot = torch.arange(keep.shape[-1], device=keep.device)
+        front = slot < cuts.kept[:, None, None]
+        holes, movers = front & ~keep & valid, keep & ~front
+        count = holes.sum(-1, keepdim=True)
+        # A stable sort brings the marked slots to the front, in order; there are equally many of both.
+        target = holes.byte().argsort(dim=-1, descending=True, stable=True)[..., : cuts.moves]
+        source = movers.byte().argsort(dim=-1, descending=True, stable=True)[..., : cuts.moves]
+        real = torch.arange(cuts.moves, device=keep.device) < count
+        source = torch.where(real, source, target)  # where there is no more to move, a slot moves onto itself
+        self._pages.move(cuts.blocks, source, target)
+        moved = positions.scatter(-1, target, positions.gather(-1, source))
+        self._pages.write_positions(cuts.blocks, moved)
+
+
+# Later than any position: empty slots are sorted behind the entries.
+_LATE = 2**31 - 1

@@ -1,0 +1,284 @@
+"""vLLM's CPU attention over a bounded cache: stock kernels, our slots.
+
+The class is registered under the stock back end's own name, so it also serves engines without kvkeep, layers
+with a sliding window, and encoders: for all of these it is the stock class and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from kvkeep.serving.compaction import Compaction
+from kvkeep.serving.deployment import Deployment, queries_per_block
+from kvkeep.serving.layout import Layout
+from kvkeep.serving.ledger import LEDGER
+from kvkeep.serving.pages import LayerPages
+from kvkeep.serving.rounds import Round, RoundPlanner
+from kvkeep.serving.spec import BoundedSpec
+
+
+
+@dataclass
+class Engine:
+    """The engine that this process builds or runs: its layers, cache and builder are made one after the other."""
+
+    config: VllmConfig | None = None
+    deployment: Deployment | None = None
+
+    def of(self, config: VllmConfig) -> Deployment | None:
+        """The deployment of a configuration, read once."""
+        if config is not self.config:
+            self.config, self.deployment = config, Deployment.of(config)
+        return self.deployment
+
+
+ENGINE = Engine()
+
+
+class BoundedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """The CPU back end that bounds full-attention layers where kvkeep is set."""
+
+    @staticmethod
+    def get_impl_cls() -> type[BoundedCPUImpl]:
+        """The attention of a layer."""
+        return BoundedCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[BoundedCPUBuilder]:
+        """What is prepared once a step."""
+        return BoundedCPUBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Bound the cache of full-attention layers."""
+        # vLLM asks without saying for which engine; the layers were built just before, in this process.
+        config, deployment = ENGINE.config, ENGINE.deployment
+        if config is None or deployment is None or not _full_attention(spec):
+            return spec
+        heads = config.model_config.get_num_attention_heads(config.parallel_config)
+        schedule = deployment.schedule(
+            block_size=spec.block_size,
+            heads=heads,
+            kv_heads=spec.num_kv_heads,
+            max_len=config.model_config.max_model_len,
+        )
+        return BoundedSpec.over(
+            spec,
+            schedule=schedule,
+            label=f"{deployment.policy.name}, budget {schedule.budget} and buffer {schedule.buffer}",
+            layers=len(deployment.model.managed),
+            reserve=deployment.settings.reserve,
+        )
+
+
+def _full_attention(spec: AttentionSpec) -> bool:
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and not spec.non_causal
+    )
+
+
+@dataclass
+class Rounds:
+    """The prepared rounds of a step, each with the kernel's own plan."""
+
+    rounds: list[Round]
+    plans: list[Tensor]
+    num_actual_tokens: int
+
+
+class BoundedCPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Cuts a step into rounds, once for all layers."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._planner: RoundPlanner | None = None
+        if isinstance(kv_cache_spec, BoundedSpec):
+            deployment = ENGINE.of(vllm_config)
+            assert deployment is not None
+            window = deployment.policy.traits.queries
+            per_block = queries_per_block(self.block_size, self.num_heads, self.num_kv_heads)
+            self._planner = RoundPlanner(kv_cache_spec.schedule, window, per_block if window else 0)
+            LEDGER.open(kv_cache_spec.schedule, len(layer_names))
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """Rounds of managed layers; the stock metadata of all others."""
+        if self._planner is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        common = common_attn_metadata
+        rows = common.num_reqs
+        bounds = common.query_start_loc_cpu[: rows + 1].numpy().astype("int64")
+        counts = bounds[1:] - bounds[:-1]
+        starts = common.seq_lens[:rows].cpu().numpy().astype("int64") - counts
+        rounds = self._planner.plan(starts, counts, common.block_table_tensor[:rows])
+        LEDGER.note(starts, counts, rounds)
+        return Rounds(rounds, [self._plan(each) for each in rounds], common.num_actual_tokens)
+
+    def _plan(self, one: Round) -> Tensor:
+        return ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=one.seq_lens.shape[0],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=one.seq_lens,
+            dtype=self.dtype,
+            query_start_loc=one.query_start_loc,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+class BoundedCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """Attention of one layer: evict, store, attend, record."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        deployment = ENGINE.of(get_current_vllm_config())
+        managed = self.attn_type == AttentionType.DECODER and self.sliding_window == -1
+        self._deployment = deployment if managed else None
+        self._pages: LayerPages | None = None
+        self._compaction: Compaction | None = None
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Nothing for managed layers: vLLM's slots are logical, ours are chosen in :meth:`forward`."""
+        if self._deployment is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a step, ``[tokens, heads * dim]`` in ``output``.
+
+        Raises
+        ------
+        RuntimeError
+            If a managed layer is given metadata of another builder: two plug-ins disagree.
+        """
+        if self._deployment is None or attn_metadata is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if not isinstance(attn_metadata, Rounds):
+            raise RuntimeError(
+                f"kvkeep bounds {layer.layer_name}, but its step was prepared by {type(attn_metadata).__name__}: "
+                "another plug-in replaced part of the attention back end. Set VLLM_PLUGINS=kvkeep."
+            )
+        if self._pages is None or self._pages.cache is not kv_cache:
+            self._open(layer, kv_cache)
+        assert self._compaction is not None and self._pages is not None
+        for one, plan in zip(attn_metadata.rounds, attn_metadata.plans, strict=True):
+            if one.cuts is not None:
+                self._compaction.evict(one.cuts)
+            if one.tokens is None:
+                count = attn_metadata.num_actual_tokens
+                self._attend(layer, query[:count], key[:count], value[:count], output[:count], one, plan)
+            else:
+                part = torch.empty_like(query[: len(one.tokens)])
+                self._attend(layer, query[one.tokens], key[one.tokens], value[one.tokens], part, one, plan)
+                output[one.tokens] = part.view(len(one.tokens), *output.shape[1:])
+        return output
+
+    def _attend(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor, one: Round, plan: Tensor
+    ) -> None:
+        assert self._pages is not None
+        key_cache, value_cache = self._pages.stock
+        self._write(layer.isa, key, value, key_cache, value_cache, one.slots)
+        if self.sinks is not None and self.sinks.dtype not in (torch.bfloat16, torch.float32):
+            self.sinks = self.sinks.float()
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output,
+            query_start_loc=one.query_start_loc,
+            seq_lens=one.seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=self.alibi_slopes,
+            sliding_window=self.sliding_window,
+            block_table=one.block_table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=plan,
+            s_aux=self.sinks,
+            dynamic_causal=None,
+            k_scale=layer._k_scale_float,
+            v_scale=layer._v_scale_float,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        if one.record is not None:
+            tokens, blocks, places = one.record
+            self._pages.record(blocks, places, query if tokens is None else query[tokens])
+
+    def _write(
+        self, isa: str, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+    ) -> None:
+        ops.cpu_attn_reshape_and_cache(
+            key, value, key_cache, value_cache, slots, isa, kv_cache_dtype=self.kv_cache_dtype
+        )
+
+    def _open(self, layer: Any, kv_cache: Tensor) -> None:
+        """Take over the cache of this layer."""
+        assert self._deployment is not None
+        slots, dim = kv_cache.shape[2], kv_cache.shape[3] // 2
+        layout = Layout.learn(
+            lambda *write: self._write(layer.isa, *write),
+            slots=slots,
+            dim=dim,
+            dtype=kv_cache.dtype,
+            device=kv_cache.device,
+        )
+        queries = bool(self._deployment.policy.traits.queries)
+        per_block = queries_per_block(slots, self.num_heads, self.num_kv_heads) if queries else 0
+        self._pages = LayerPages(kv_cache, layout, self.num_heads, per_block)
+        factor = self.scale * math.sqrt(self.head_size)
+        self._compaction = Compaction(
+            self._deployment,
+            extract_layer_index(layer.layer_name),
+            self._pages,
+            1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor,
+        )

@@ -1,0 +1,101 @@
+"""Everything about a vLLM configuration that cannot be served, found at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.core.policy import Policy
+from kvkeep.core.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: Releases that the test suite has run with.
+TESTED = ("0.32",)
+
+
+def version_reasons(version: str, allow_untested: bool) -> list[str]:
+    """Objections to a release of vLLM."""
+    if allow_untested or ".".join(version.split(".")[:2]) in TESTED:
+        return []
+    return [
+        f"vLLM {version} is untested (tested: {', '.join(f'{known}.*' for known in TESTED)}): install one of those, "
+        "or set \"allow_untested\": true and check the outputs"
+    ]
+
+
+def config_reasons(config: VllmConfig) -> list[str]:
+    """Objections to features of vLLM that assume that nothing leaves the cache."""
+    parallel, cache = config.parallel_config, config.cache_config
+    objections = {
+        "speculative decoding rolls tokens back across evictions: leave --speculative-config out": (
+            config.speculative_config is not None
+        ),
+        "KV transfer sends blocks as if they held consecutive tokens: leave --kv-transfer-config out": (
+            config.kv_transfer_config is not None
+        ),
+        f"a cache of type {cache.cache_dtype!r} is quantized, and policies read keys and values as they are: "
+        "use --kv-cache-dtype auto": cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+        "decode context parallelism spreads a sequence over ranks: use --decode-context-parallel-size 1": (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+        ),
+        "prefill context parallelism spreads a prompt over ranks: use --prefill-context-parallel-size 1": (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1
+        ),
+        "multi-head latent attention (MLA) caches one latent for all heads, not keys and values": bool(
+            getattr(config.model_config, "use_mla", False)
+        ),
+        "it is an encoder-decoder: cross-attention has a second cache": bool(
+            getattr(config.model_config, "is_encoder_decoder", False)
+        ),
+        "pooling models read a text once and keep nothing": (
+            getattr(config.model_config, "runner_type", "generate") != "generate"
+        ),
+    }
+    return [reason for reason, applies in objections.items() if applies]
+
+
+def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibration: Any) -> list[str]:
+    """Objections to a policy inside vLLM."""
+    traits, reasons = policy.traits, list(policy.check(spec))
+    buffer, budget = policy.buffer, policy.amount.count if policy.bounded else 0
+    if not policy.bounded:
+        reasons.append(f"{policy.name} keeps everything: leave the setting out to serve the full cache")
+        return reasons
+    if traits.scope == "model":
+        reasons.append(
+            f"{policy.name} decides for all layers together, and here each layer evicts when its turn comes: "
+            "use a policy or mode in which every layer decides alone"
+        )
+    if traits.trigger.decode == "never":
+        reasons.append("a policy with trigger='never' does not bound the cache: leave trigger out")
+    if traits.trigger.decode == "clock" and budget % buffer:
+        reasons.append(
+            f"{policy.name} evicts by the clock, and a budget of {budget} is no multiple of the buffer of "
+            f"{buffer}: use {max(1, round(budget / buffer)) * buffer}"
+        )
+    if traits.trigger.prefill == "after":
+        reasons.append("prefill='after' needs the end of the prompt, which vLLM does not tell: use 'defer'")
+    if traits.attention_sum:
+        reasons.append(f"{policy.name} adds up the attention of every step, which vLLM's kernels do not return")
+    if traits.query_moments:
+        reasons.append(f"{policy.name} needs moments of the prompt's queries, which are not recorded here")
+    if traits.log_retention:
+        reasons.append(f"{policy.name} needs retention gates, whose input vLLM's attention does not see")
+    if traits.ragged:
+        reasons.append(f"{policy.name} gives heads different lengths, which the plug-in does not store yet")
+    if not traits.exact_budget:
+        reasons.append(f"{policy.name} may keep more or less than its budget, and slots here are fixed")
+    if policy.protects_prompt and policy.amount.prompt != "kept":
+        reasons.append(
+            f"{policy.name} protects the prompt inside the budget: set \"prompt\": \"kept\", or "
+            '"options": {"protect_prompt": false}'
+        )
+    if traits.calibration and calibration is None:
+        reasons.append(
+            f"{policy.name} needs calibration statistics of this model: run `kvkeep calibrate`, and set "
+            '"calibration": "FILE"'
+        )
+    if traits.calibration and config.parallel_config.tensor_parallel_size > 1:
+        reasons.append("calibration statistics are not split over tensor-parallel ranks yet: use one rank")
+    return reasons

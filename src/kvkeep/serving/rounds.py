@@ -1,0 +1,239 @@
+"""One forward of a batch, cut where evictions fall: each round is one call of the attention kernel.
+
+A decode step is one round. A chunk of a prompt that crosses evictions is several: what is stored before an
+eviction attends before it. So the result does not depend on where vLLM cuts its chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvkeep.core.arrays import IntArray
+from kvkeep.serving.compaction import Cuts
+from kvkeep.serving.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of one row that attend together.
+
+    Parameters
+    ----------
+    row
+        Row of the batch.
+    token
+        Place of the first of them in the batch's tokens.
+    count
+        How many.
+    position
+        Logical position of the first.
+    slot
+        Its slot.
+    """
+
+    row: int
+    token: int
+    count: int
+    position: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one call of the kernel needs.
+
+    Parameters
+    ----------
+    tokens
+        int64 ``[n]``: which tokens of the batch; ``None`` for all, in order.
+    query_start_loc
+        int32 ``[rows + 1]``.
+    seq_lens
+        int32 ``[rows]``: entries to attend to, the new ones included.
+    longest
+        The largest of them.
+    block_table
+        int32 ``[rows, blocks]``.
+    slots
+        int64 ``[n]``: where the new entries go.
+    cuts
+        Evictions to carry out first.
+    record
+        Tokens of the round whose queries are recorded (``None``: all), and their block and place.
+    """
+
+    tokens: Tensor | None
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    longest: int
+    block_table: Tensor
+    slots: Tensor
+    cuts: Cuts | None
+    record: tuple[Tensor | None, Tensor, Tensor] | None
+
+
+class RoundPlanner:
+    """Cuts batches into rounds.
+
+    Parameters
+    ----------
+    schedule
+        Of all requests.
+    window, per_block
+        Queries to record per request, and how many fit one block; 0 for none.
+    """
+
+    def __init__(self, schedule: Schedule, window: int = 0, per_block: int = 0) -> None:
+        self.schedule, self.window, self.per_block = schedule, window, per_block
+
+    def plan(self, starts: IntArray, counts: IntArray, block_table: Tensor) -> list[Round]:
+        """Plan one forward.
+
+        Parameters
+        ----------
+        starts, counts
+            int64 ``[rows]``: tokens read before, and tokens to read now (0: the row is padding).
+        block_table
+            int32 ``[rows, blocks]`` as vLLM holds it, 0 behind what a row owns.
+        """
+        schedule = self.schedule
+        # Only where the prompt's length matters is the table read; on a CPU that is free.
+        owned = np.zeros_like(starts)
+        if schedule.prompt != "chunk":
+            owned = (block_table.numpy() != 0).sum(1).astype(np.int64)
+        kept, first = schedule.of_rows(owned)
+        period = (starts - kept) % schedule.buffer
+        ahead = np.where(starts < first, first - starts, schedule.buffer - period)
+        if bool((counts <= ahead).all()):
+            cut = (starts >= first) & (period == 0) & (counts > 0)
+            slot = np.where(starts < first, starts, kept + period)
+            return [self._round(None, np.arange(len(starts)), starts, counts, slot, cut, kept, first, block_table)]
+        return self._several(starts, counts, kept, first, block_table)
+
+    def _several(
+        self, starts: IntArray, counts: IntArray, kept: IntArray, first: IntArray, block_table: Tensor
+    ) -> list[Round]:
+        schedule = self.schedule
+        rounds: list[list[Piece]] = []
+        begin = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        for row in range(len(starts)):
+            facts = {"kept": int(kept[row]), "first": int(first[row])}
+            position, end, place = int(starts[row]), int(starts[row] + counts[row]), 0
+            while position < end:
+                stop = min(end, schedule.next_cut(position, **facts))
+                piece = Piece(
+                    row=row,
+                    token=int(begin[row]) + position - int(starts[row]),
+                    count=stop - position,
+                    position=position,
+                    slot=schedule.slot(position, **facts),
+                )
+                if place == len(rounds):
+                    rounds.append([])
+                rounds[place].append(piece)
+                position, place = stop, place + 1
+        planned = []
+        for pieces in rounds:
+            rows = np.array([piece.row for piece in pieces])
+            position = np.array([piece.position for piece in pieces])
+            count = np.array([piece.count for piece in pieces])
+            slot = np.array([piece.slot for piece in pieces])
+            cut = (position >= first[rows]) & ((position - kept[rows]) % schedule.buffer == 0)
+            tokens = np.concatenate([np.arange(piece.token, piece.token + piece.count) for piece in pieces])
+            planned.append(
+                self._round(tokens, rows, position, count, slot, cut, kept[rows], first[rows], block_table)
+            )
+        return planned
+
+    def _round(
+        self,
+        tokens: IntArray | None,
+        rows: IntArray,
+        position: IntArray,
+        count: IntArray,
+        slot: IntArray,
+        cut: IntArray,
+        kept: IntArray,
+        first: IntArray,
+        block_table: Tensor,
+    ) -> Round:
+        schedule, size = self.schedule, self.schedule.block_size
+        device = block_table.device
+        lens = slot + count
+        longest = int(lens.max(initial=1))
+        row_table = block_table if tokens is None else block_table[torch.from_numpy(rows).to(device)]
+        table = row_table[:, schedule.side_blocks : schedule.side_blocks - (-longest // size)].contiguous()
+        # The token's place among those of its row, whatever the rows before it have.
+        total = int(count.sum())
+        owner = np.repeat(np.arange(len(rows)), count)
+        offset = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
+        where = torch.from_numpy(slot[owner] + offset).to(device)
+        owners = torch.from_numpy(owner).to(device)
+        slots = table[owners, where // size].long() * size + where % size
+        cuts = self._cuts(np.flatnonzero(cut), position, kept, first, row_table) if cut.any() else None
+        record = self._record(owner, offset, position, count, row_table) if self.window else None
+        return Round(
+            tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
+            query_start_loc=torch.from_numpy(
+                np.concatenate([[0], np.cumsum(count)]).astype(np.int32)
+            ).to(device),
+            seq_lens=torch.from_numpy(lens.astype(np.int32)).to(device),
+            longest=longest,
+            block_table=table,
+            slots=slots,
+            cuts=cuts,
+            record=record,
+        )
+
+    def _cuts(
+        self, which: IntArray, position: IntArray, kept: IntArray, first: IntArray, row_table: Tensor
+    ) -> Cuts:
+        schedule, device = self.schedule, row_table.device
+        seen, kept, first = position[which], kept[which], first[which]
+        fresh = seen == first
+        held = np.where(fresh, seen, kept + schedule.buffer)
+        entries = int(held.max())
+        index = torch.from_numpy(which).to(device)
+        count = -(-entries // schedule.block_size)
+        own = row_table[index].long()
+        ring_blocks = ring_places = None
+        if self.window:
+            newest = torch.from_numpy(seen[:, None] + np.arange(-self.window, 0)).to(device) % self.window
+            ring_blocks = own.gather(1, newest // self.per_block)
+            ring_places = newest % self.per_block
+
+        def on_device(array: IntArray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return Cuts(
+            blocks=own[:, schedule.side_blocks : schedule.side_blocks + count].contiguous(),
+            seen=on_device(seen),
+            held=on_device(held),
+            kept=on_device(kept),
+            first=on_device(fresh),
+            evictions=on_device((seen - first) // schedule.buffer),
+            entries=entries,
+            largest=int(kept.max()),
+            moves=int((held - kept).max()),
+            even=bool((held == held[0]).all() and (kept == kept[0]).all()),
+            ring_blocks=ring_blocks,
+            ring_places=ring_places,
+        )
+
+    def _record(
+        self, owner: IntArray, offset: IntArray, position: IntArray, count: IntArray, row_table: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Where queries go: of a piece longer than the window, only the newest stay."""
+        newest = offset >= count[owner] - self.window
+        place = (position[owner] + offset) % self.window
+        tokens = None
+        if not newest.all():
+            tokens = torch.from_numpy(np.flatnonzero(newest)).to(row_table.device)
+            owner, place = owner[newest], place[newest]
+        owners = torch.from_numpy(owner).to(row_table.device)
+        places = torch.from_numpy(place).to(row_table.device)
+        return tokens, row_table[owners, places // self.per_block].long(), places % self.per_block
