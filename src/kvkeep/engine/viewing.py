@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.store import Store
 from kvkeep.core.random import RandomStream
 from kvkeep.core.view import LayerView, QueryMoments, protected_mask
 
@@ -86,6 +85,13 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
     )
 
 
+class Entries(Protocol):
+    """Where a view fetches entries from: a store, or pages of another engine."""
+
+    def padded(self, rows: Sequence[int] | None = None, *names: str) -> dict[str, Tensor]:
+        """What is stored, every head as long as the longest: ``[rows, kv_heads, entries, ...]`` by name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredView(LayerView):
     """A view that fetches keys and values when they are first read: pages must be copied to be looked at.
@@ -96,7 +102,7 @@ class StoredView(LayerView):
         Where from; ``None`` for all rows.
     """
 
-    store: Store
+    store: Entries
     rows: Sequence[int] | None
     keys: Tensor = field(init=False, repr=False)
     values: Tensor = field(init=False, repr=False)

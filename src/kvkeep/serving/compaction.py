@@ -1,4 +1,4 @@
-"""An eviction inside vLLM's blocks: show the policy the entries, move the survivors of the tail into the holes."""
+"""An eviction inside vLLM's blocks: the policy looks, and survivors of the tail move into the holes."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ class Compaction:
 
     def _positions(self, cuts: Cuts) -> Tensor:
         """int64 ``[rows, kv_heads, slots]``: of what stands in each slot, arbitrary beyond ``held``."""
-        rows, count = cuts.blocks.shape
-        slot = torch.arange(count * self._pages.slots, device=cuts.blocks.device)
+        slot = torch.arange(cuts.blocks.shape[1] * self._pages.slots, device=cuts.blocks.device)
         tail = cuts.seen[:, None] - cuts.held[:, None] + slot  # the newest tokens stand in line
         own = self._pages.read_positions(cuts.blocks)
         in_line = cuts.first[:, None] | (slot >= cuts.kept[:, None])
@@ -157,9 +156,9 @@ class Compaction:
     def _check(self, decision: Any, per_head: Tensor) -> None:
         if not torch.equal(decision.lengths, per_head):
             raise CacheIntegrityError(
-                f"{self._policy.name} kept {decision.lengths.tolist()} entries in layer {self._layer}, and the "
-                f"schedule has slots for {per_head[:, 0].tolist()} in each head: a policy that vLLM serves must "
-                "fill its budget exactly."
+                f"{self._policy.name} kept {decision.lengths.tolist()} entries in layer {self._layer}, "
+                f"and the schedule has slots for {per_head[:, 0].tolist()} in each head: a policy that vLLM "
+                "serves must fill its budget exactly."
             )
 
     def _fill(self, cuts: Cuts, positions: Tensor, keep: Tensor, valid: Tensor) -> None:

@@ -33,10 +33,9 @@ from kvkeep.serving.rounds import Round, RoundPlanner
 from kvkeep.serving.spec import BoundedSpec
 
 
-
 @dataclass
 class Engine:
-    """The engine that this process builds or runs: its layers, cache and builder are made one after the other."""
+    """The engine of this process: its layers, its cache and its builder are made one after the other."""
 
     config: VllmConfig | None = None
     deployment: Deployment | None = None
@@ -204,12 +203,12 @@ class BoundedCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             )
         if not isinstance(attn_metadata, Rounds):
             raise RuntimeError(
-                f"kvkeep bounds {layer.layer_name}, but its step was prepared by {type(attn_metadata).__name__}: "
-                "another plug-in replaced part of the attention back end. Set VLLM_PLUGINS=kvkeep."
+                f"kvkeep bounds {layer.layer_name}, but its step was prepared by "
+                f"{type(attn_metadata).__name__}: another plug-in replaced part of the attention back end. Set VLLM_PLUGINS=kvkeep."
             )
         if self._pages is None or self._pages.cache is not kv_cache:
             self._open(layer, kv_cache)
-        assert self._compaction is not None and self._pages is not None
+        assert self._compaction is not None
         for one, plan in zip(attn_metadata.rounds, attn_metadata.plans, strict=True):
             if one.cuts is not None:
                 self._compaction.evict(one.cuts)
@@ -228,8 +227,9 @@ class BoundedCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         assert self._pages is not None
         key_cache, value_cache = self._pages.stock
         self._write(layer.isa, key, value, key_cache, value_cache, one.slots)
-        if self.sinks is not None and self.sinks.dtype not in (torch.bfloat16, torch.float32):
-            self.sinks = self.sinks.float()
+        sinks: Tensor | None = self.sinks
+        if sinks is not None and sinks.dtype not in (torch.bfloat16, torch.float32):
+            sinks = sinks.float()
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=key_cache,
@@ -244,7 +244,7 @@ class BoundedCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             block_table=one.block_table,
             softcap=self.logits_soft_cap,
             scheduler_metadata=plan,
-            s_aux=self.sinks,
+            s_aux=sinks,
             dynamic_causal=None,
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,

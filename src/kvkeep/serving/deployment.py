@@ -106,7 +106,10 @@ class Deployment:
             if not per_block:
                 raise UnsupportedError(
                     f"kvkeep cannot record queries for {self.policy.name}",
-                    [f"blocks of {block_size} slots hold less than one query of {heads} heads: raise --block-size"],
+                    [
+                        f"blocks of {block_size} slots hold less than one query of {heads} heads: "
+                        "raise --block-size"
+                    ],
                 )
             side = -(-window // per_block)
         return Schedule(

@@ -1,7 +1,7 @@
 """Where the numbers of an entry lie inside a block of vLLM's cache, learned from its own write kernel.
 
-CPU kernels store keys transposed, or interleaved for matrix instructions, and differ by instruction set. The
-order is found once by writing numbered entries and reading them back, so no kernel's layout is written down here.
+CPU kernels store keys transposed, or interleaved for matrix instructions, and differ by instruction set.
+The order is found once by writing numbered entries and reading them back: no kernel's layout is written down.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Layout:
         found = digits[0] + _DIGIT * digits[1]
         if not torch.equal(found.sort(-1).values, number.view(1, -1).expand(2, -1)):
             raise CacheIntegrityError(
-                "vLLM's cache does not hold each number of a block once: this attention kernel stores keys or "
-                "values in a way that kvkeep cannot read (quantized, or with numbers of its own in the block)."
+                "vLLM's cache does not hold each number of a block once: this attention kernel stores "
+                "keys or values in a way that kvkeep cannot read (quantized, or with numbers of its own)."
             )
         keys_at, values_at = found.argsort(-1).view(2, slots, dim)
         return cls(keys_at, values_at)

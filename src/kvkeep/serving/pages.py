@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvkeep.core.errors import CacheIntegrityError
 from kvkeep.serving.layout import Layout
 
 
@@ -26,9 +27,9 @@ class LayerPages:
 
     Notes
     -----
-    Positions stand beside the cache, by block, head and slot, so they need no request: a block has one owner, and
-    what a new owner finds in it is overwritten before it is read. Recorded queries lie in blocks that the request
-    owns in front of its slots, so they come and go with it.
+    Positions stand beside the cache, by block, head and slot, so they need no request: a block has one
+    owner, and what a new owner finds in it is overwritten before it is read. Recorded queries lie in blocks
+    that the request owns in front of its slots, so they come and go with it.
     """
 
     def __init__(self, cache: Tensor, layout: Layout, heads: int, per_block: int) -> None:
@@ -108,13 +109,16 @@ class LayerPages:
 
     def record(self, blocks: Tensor, places: Tensor, queries: Tensor) -> None:
         """Write queries ``[tokens, heads, dim]`` at places of blocks, both int64 ``[tokens]``."""
-        assert self._ring is not None
-        self._ring[blocks, places] = queries
+        self._room()[blocks, places] = queries
 
     def recorded(self, blocks: Tensor, places: Tensor) -> Tensor:
         """Queries ``[rows, heads, window, dim]`` at places of blocks, both int64 ``[rows, window]``."""
-        assert self._ring is not None
-        return self._ring[blocks, places].transpose(1, 2)
+        return self._room()[blocks, places].transpose(1, 2)
+
+    def _room(self) -> Tensor:
+        if self._ring is None:
+            raise CacheIntegrityError("this layer has no room for queries: its policy did not ask for any.")
+        return self._ring
 
 
 class OrderedPages:
@@ -130,12 +134,10 @@ class OrderedPages:
         int64 ``[rows, kv_heads, entries]``: slots, oldest entry first.
     """
 
-    extras: Sequence[str] = ()
-
     def __init__(self, pages: LayerPages, blocks: Tensor, order: Tensor) -> None:
         self._pages, self._blocks, self._order = pages, blocks, order
 
-    def padded(self, rows: None, *names: str) -> dict[str, Tensor]:
+    def padded(self, rows: Sequence[int] | None = None, *names: str) -> dict[str, Tensor]:
         """Keys or values ``[rows, kv_heads, entries, dim]`` by name."""
         index = self._order[..., None]
         return {

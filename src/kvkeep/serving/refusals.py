@@ -19,8 +19,8 @@ def version_reasons(version: str, allow_untested: bool) -> list[str]:
     if allow_untested or ".".join(version.split(".")[:2]) in TESTED:
         return []
     return [
-        f"vLLM {version} is untested (tested: {', '.join(f'{known}.*' for known in TESTED)}): install one of those, "
-        "or set \"allow_untested\": true and check the outputs"
+        f"vLLM {version} is untested (tested: {', '.join(f'{known}.*' for known in TESTED)}): install one of "
+        'those, or set "allow_untested": true and check the outputs'
     ]
 
 
@@ -77,7 +77,9 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
     if traits.trigger.prefill == "after":
         reasons.append("prefill='after' needs the end of the prompt, which vLLM does not tell: use 'defer'")
     if traits.attention_sum:
-        reasons.append(f"{policy.name} adds up the attention of every step, which vLLM's kernels do not return")
+        reasons.append(
+            f"{policy.name} adds up the attention of every step, which vLLM's kernels do not return"
+        )
     if traits.query_moments:
         reasons.append(f"{policy.name} needs moments of the prompt's queries, which are not recorded here")
     if traits.log_retention:
@@ -88,7 +90,7 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
         reasons.append(f"{policy.name} may keep more or less than its budget, and slots here are fixed")
     if policy.protects_prompt and policy.amount.prompt != "kept":
         reasons.append(
-            f"{policy.name} protects the prompt inside the budget: set \"prompt\": \"kept\", or "
+            f'{policy.name} protects the prompt inside the budget: set "prompt": "kept", or '
             '"options": {"protect_prompt": false}'
         )
     if traits.calibration and calibration is None:

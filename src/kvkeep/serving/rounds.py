@@ -110,8 +110,12 @@ class RoundPlanner:
         ahead = np.where(starts < first, first - starts, schedule.buffer - period)
         if bool((counts <= ahead).all()):
             cut = (starts >= first) & (period == 0) & (counts > 0)
-            slot = np.where(starts < first, starts, kept + period)
-            return [self._round(None, np.arange(len(starts)), starts, counts, slot, cut, kept, first, block_table)]
+            slots = np.where(starts < first, starts, kept + period)
+            return [
+                self._round(
+                    None, np.arange(len(starts)), starts, counts, slots, cut, kept, first, block_table
+                )
+            ]
         return self._several(starts, counts, kept, first, block_table)
 
     def _several(
@@ -141,11 +145,11 @@ class RoundPlanner:
             rows = np.array([piece.row for piece in pieces])
             position = np.array([piece.position for piece in pieces])
             count = np.array([piece.count for piece in pieces])
-            slot = np.array([piece.slot for piece in pieces])
+            slots = np.array([piece.slot for piece in pieces])
             cut = (position >= first[rows]) & ((position - kept[rows]) % schedule.buffer == 0)
             tokens = np.concatenate([np.arange(piece.token, piece.token + piece.count) for piece in pieces])
             planned.append(
-                self._round(tokens, rows, position, count, slot, cut, kept[rows], first[rows], block_table)
+                self._round(tokens, rows, position, count, slots, cut, kept[rows], first[rows], block_table)
             )
         return planned
 
@@ -178,9 +182,9 @@ class RoundPlanner:
         record = self._record(owner, offset, position, count, row_table) if self.window else None
         return Round(
             tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
-            query_start_loc=torch.from_numpy(
-                np.concatenate([[0], np.cumsum(count)]).astype(np.int32)
-            ).to(device),
+            query_start_loc=torch.from_numpy(np.concatenate([[0], np.cumsum(count)]).astype(np.int32)).to(
+                device
+            ),
             seq_lens=torch.from_numpy(lens.astype(np.int32)).to(device),
             longest=longest,
             block_table=table,

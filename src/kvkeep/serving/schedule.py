@@ -6,8 +6,8 @@ happens just before token ``first`` is stored, every later one ``buffer`` tokens
     slot(p) = p                                   while p < first
             = kept + (p - kept) % buffer          afterwards
 
-so what a request owns follows from its logical length alone. Scheduler and worker need not talk, and chunks of
-a prompt, neighbours in the batch, a preemption or steps in flight change nothing.
+so what a request owns follows from its logical length alone. Scheduler and worker need not talk, and chunks
+of a prompt, neighbours in the batch, a preemption or steps in flight change nothing.
 
 How much of the prompt stays is the one thing that the worker must be told (vLLM does not). It is read off the
 number of blocks that a row owns, which the scheduler sets before the first token and never changes.
@@ -23,8 +23,8 @@ import numpy as np
 from kvkeep.core.arrays import IntArray
 from kvkeep.core.errors import ConfigError
 
-#: ``"chunk"``: a prompt above the budget is evicted while it is read. ``"defer"``: the prompt is read whole, and
-#: evicted at the first multiple of the buffer after its end. ``"kept"``: it stays, on top of the budget.
+#: ``"chunk"``: a prompt above the budget is evicted while it is read. ``"defer"``: it is read whole, and evicted
+#: at the first multiple of the buffer after its end. ``"kept"``: it stays, on top of the budget.
 PromptHandling = Literal["chunk", "defer", "kept"]
 
 
@@ -66,9 +66,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.prompt == "defer" and self.block_size > self.buffer:
             raise ConfigError(
-                f"prefill='defer' needs blocks that are not larger than the buffer, and {self.block_size} slots "
-                f"a block are more than {self.buffer}: start vLLM with --block-size of at most {self.buffer}, "
-                "raise the buffer, or use prefill='chunk'."
+                f"prefill='defer' needs blocks that are not larger than the buffer, and {self.block_size} "
+                f"slots a block are more than {self.buffer}: start vLLM with --block-size of at most "
+                f"{self.buffer}, raise the buffer, or use prefill='chunk'."
             )
 
     # -- of a prompt ------------------------------------------------------------------------------
