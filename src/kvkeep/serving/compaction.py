@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.core.decision import KeepCounts
-from kvkeep.core.errors import CacheIntegrityError
 from kvkeep.core.random import RandomStream
 from kvkeep.core.view import protected_mask
 from kvkeep.engine.viewing import StoredView
 from kvkeep.serving.deployment import Deployment
+from kvkeep.serving.heads import EqualHeads, Heads, UnequalHeads
 from kvkeep.serving.pages import LayerPages, OrderedPages
 
 
@@ -64,50 +64,61 @@ class Compaction:
         Policy, model and statistics.
     layer
         Its index in the model.
-    pages
-        Its cache.
+    pages, heads
+        Its cache, and who holds what in it.
     query_factor
         Brings the model's queries to logits divided by sqrt(dim).
     """
 
-    def __init__(self, deployment: Deployment, layer: int, pages: LayerPages, query_factor: float) -> None:
-        self._deployment, self._layer, self._pages = deployment, layer, pages
+    def __init__(
+        self,
+        deployment: Deployment,
+        layer: int,
+        pages: LayerPages,
+        heads: EqualHeads | UnequalHeads,
+        query_factor: float,
+    ) -> None:
+        self._deployment, self._layer, self._pages, self._heads = deployment, layer, pages, heads
         self._policy, self._traits = deployment.policy, deployment.policy.traits
         self._query_factor = query_factor
 
-    def evict(self, cuts: Cuts) -> None:
-        """Carry out one eviction of every row of ``cuts``.
+    def evict(self, cuts: Cuts) -> int:
+        """Carry out one eviction of every row of ``cuts``; the most entries that a head held before it.
 
         Raises
         ------
         CacheIntegrityError
             If the policy keeps another number of entries than it was asked for.
         """
-        positions = self._positions(cuts)
-        slots = positions.shape[-1]
-        valid = torch.arange(slots, device=positions.device) < cuts.held[:, None, None]
-        valid = valid.expand_as(positions)
+        heads = self._heads.of(cuts.blocks, cuts.held, cuts.first)
+        ragged = self._traits.ragged
+        entries = int(heads.held.max()) if ragged else cuts.entries
+        table = heads.table[..., : -(-entries // self._pages.slots)]
+        positions = self._positions(cuts, heads, table)
+        slot = torch.arange(positions.shape[-1], device=positions.device)
+        valid = slot < heads.held[..., None]
         # Holes are filled from the tail, so slots are in no order; policies work along the text.
-        order = positions.masked_fill(~valid, _LATE).argsort(-1)[..., : cuts.entries]
-        view = self._view(cuts, positions.gather(-1, order), valid.gather(-1, order), order)
+        order = positions.masked_fill(~valid, _LATE).argsort(-1)[..., :entries]
+        view = self._view(cuts, table, positions.gather(-1, order), valid.gather(-1, order), order)
         per_head = cuts.kept[:, None].expand(-1, self._pages.kv_heads)
         (decision,) = self._policy.decide([view], [KeepCounts(per_head, cuts.largest)])
-        self._check(decision, per_head)
-        keep = torch.zeros_like(valid)
+        keep = torch.zeros(*valid.shape[:2], valid.shape[2] + 1, dtype=torch.bool, device=valid.device)
         chosen = torch.arange(decision.max_kept, device=valid.device) < decision.lengths[..., None]
-        index = torch.where(chosen, decision.indices, decision.indices[..., :1])
-        keep.scatter_(-1, order.gather(-1, index), torch.ones_like(index, dtype=torch.bool))
-        self._fill(cuts, positions, keep, valid)
+        places = order.gather(-1, decision.indices.clamp(max=entries - 1))
+        keep.scatter_(-1, torch.where(chosen, places, valid.shape[2]), True)
+        self._heads.settle(cuts.blocks, heads, decision.lengths, cuts.kept)
+        self._fill(table, positions, keep[..., :-1], decision.lengths, None if ragged else cuts.moves)
+        return entries
 
-    def _positions(self, cuts: Cuts) -> Tensor:
+    def _positions(self, cuts: Cuts, heads: Heads, table: Tensor) -> Tensor:
         """int64 ``[rows, kv_heads, slots]``: of what stands in each slot, arbitrary beyond ``held``."""
-        slot = torch.arange(cuts.blocks.shape[1] * self._pages.slots, device=cuts.blocks.device)
-        tail = cuts.seen[:, None] - cuts.held[:, None] + slot  # the newest tokens stand in line
-        own = self._pages.read_positions(cuts.blocks)
-        in_line = cuts.first[:, None] | (slot >= cuts.kept[:, None])
-        return torch.where(in_line[:, None], tail[:, None], own)
+        slot = torch.arange(table.shape[-1] * self._pages.slots, device=table.device)
+        tail = (cuts.seen[:, None] - heads.held)[..., None] + slot  # the newest tokens stand in line
+        before = heads.held - (cuts.held - cuts.kept)[:, None]  # left by the eviction before
+        in_line = cuts.first[:, None, None] | (slot >= before[..., None])
+        return torch.where(in_line, tail, self._pages.read_positions(table))
 
-    def _view(self, cuts: Cuts, positions: Tensor, valid: Tensor, order: Tensor) -> StoredView:
+    def _view(self, cuts: Cuts, table: Tensor, positions: Tensor, valid: Tensor, order: Tensor) -> StoredView:
         policy, traits, deployment = self._policy, self._traits, self._deployment
         budget = policy.amount.count
         prompt_lens = cuts.kept - budget  # the kept prompt in whole blocks; 0 where prompts compete
@@ -130,7 +141,7 @@ class Compaction:
                 evictions=cuts.evictions,
             )
         return StoredView(
-            store=OrderedPages(self._pages, cuts.blocks, order),
+            store=OrderedPages(self._pages, table, order),
             rows=None,
             layer=self._layer,
             positions=positions,
@@ -149,32 +160,25 @@ class Compaction:
             ),
             traits=traits,
             recorded=recorded,
-            even=cuts.even,
+            even=cuts.even and not traits.ragged,
             recent_kept=policy.recent,
         )
 
-    def _check(self, decision: Any, per_head: Tensor) -> None:
-        if not torch.equal(decision.lengths, per_head):
-            raise CacheIntegrityError(
-                f"{self._policy.name} kept {decision.lengths.tolist()} entries in layer {self._layer}, "
-                f"and the schedule has slots for {per_head[:, 0].tolist()} in each head: a policy that vLLM "
-                "serves must fill its budget exactly."
-            )
-
-    def _fill(self, cuts: Cuts, positions: Tensor, keep: Tensor, valid: Tensor) -> None:
-        """Move kept entries behind the persistent slots into the slots of evicted ones before."""
+    def _fill(self, table: Tensor, positions: Tensor, keep: Tensor, kept: Tensor, moves: int | None) -> None:
+        """Move kept entries that stand behind the first ``kept`` slots into the holes before."""
         slot = torch.arange(keep.shape[-1], device=keep.device)
-        front = slot < cuts.kept[:, None, None]
-        holes, movers = front & ~keep & valid, keep & ~front
+        front = slot < kept[..., None]
+        holes, movers = front & ~keep, keep & ~front
         count = holes.sum(-1, keepdim=True)
+        moves = int(count.max()) if moves is None else moves
         # A stable sort brings the marked slots to the front, in order; there are equally many of both.
-        target = holes.byte().argsort(dim=-1, descending=True, stable=True)[..., : cuts.moves]
-        source = movers.byte().argsort(dim=-1, descending=True, stable=True)[..., : cuts.moves]
-        real = torch.arange(cuts.moves, device=keep.device) < count
+        target = holes.byte().argsort(dim=-1, descending=True, stable=True)[..., :moves]
+        source = movers.byte().argsort(dim=-1, descending=True, stable=True)[..., :moves]
+        real = torch.arange(moves, device=keep.device) < count
         source = torch.where(real, source, target)  # where there is no more to move, a slot moves onto itself
-        self._pages.move(cuts.blocks, source, target)
+        self._pages.move(table, source, target)
         moved = positions.scatter(-1, target, positions.gather(-1, source))
-        self._pages.write_positions(cuts.blocks, moved)
+        self._pages.write_positions(table, moved)
 
 
 # Later than any position: empty slots are sorted behind the entries.

@@ -26,10 +26,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvkeep.serving.compaction import Compaction
 from kvkeep.serving.deployment import Deployment, queries_per_block
+from kvkeep.serving.heads import EqualHeads, UnequalHeads
 from kvkeep.serving.layout import Layout
 from kvkeep.serving.ledger import LEDGER
 from kvkeep.serving.pages import LayerPages
-from kvkeep.serving.rounds import Round, RoundPlanner
+from kvkeep.serving.rounds import Round, RoundPlanner, Rows
 from kvkeep.serving.spec import BoundedSpec
 
 
@@ -100,8 +101,9 @@ class Rounds:
     """The prepared rounds of a step, each with the kernel's own plan."""
 
     rounds: list[Round]
-    plans: list[Tensor]
+    plans: list[Tensor | None]
     num_actual_tokens: int
+    builder: BoundedCPUBuilder
 
 
 class BoundedCPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
@@ -121,7 +123,12 @@ class BoundedCPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             assert deployment is not None
             window = deployment.policy.traits.queries
             per_block = queries_per_block(self.block_size, self.num_heads, self.num_kv_heads)
-            self._planner = RoundPlanner(kv_cache_spec.schedule, window, per_block if window else 0)
+            self._planner = RoundPlanner(
+                kv_cache_spec.schedule,
+                window,
+                per_block if window else 0,
+                ragged=deployment.policy.traits.ragged,
+            )
             LEDGER.open(kv_cache_spec.schedule, len(layer_names))
 
     def build(
@@ -140,24 +147,34 @@ class BoundedCPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         starts = common.seq_lens[:rows].cpu().numpy().astype("int64") - counts
         rounds = self._planner.plan(starts, counts, common.block_table_tensor[:rows])
         LEDGER.note(starts, counts, rounds)
-        return Rounds(rounds, [self._plan(each) for each in rounds], common.num_actual_tokens)
+        plans = [
+            None
+            if each.rows is not None  # every layer has lengths of its own
+            else plan(self, each.seq_lens, each.query_start_loc, self.num_heads, self.num_kv_heads)
+            for each in rounds
+        ]
+        return Rounds(rounds, plans, common.num_actual_tokens, self)
 
-    def _plan(self, one: Round) -> Tensor:
-        return ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=one.seq_lens.shape[0],
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            seq_lens=one.seq_lens,
-            dtype=self.dtype,
-            query_start_loc=one.query_start_loc,
-            causal=True,
-            sliding_window_size=-1,
-            isa=self.isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            dynamic_causal=None,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+
+def plan(
+    builder: BoundedCPUBuilder, seq_lens: Tensor, query_start_loc: Tensor, heads: int, kv_heads: int
+) -> Tensor:
+    """The kernel's own schedule of one call."""
+    return ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=seq_lens.shape[0],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=builder.head_dim,
+        seq_lens=seq_lens,
+        dtype=builder.dtype,
+        query_start_loc=query_start_loc,
+        causal=True,
+        sliding_window_size=-1,
+        isa=builder.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        dynamic_causal=None,
+        kv_cache_dtype=builder.kv_cache_dtype,
+    )
 
 
 class BoundedCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -170,6 +187,7 @@ class BoundedCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         self._deployment = deployment if managed else None
         self._pages: LayerPages | None = None
         self._compaction: Compaction | None = None
+        self._heads: EqualHeads | UnequalHeads | None = None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -204,55 +222,125 @@ class BoundedCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         if not isinstance(attn_metadata, Rounds):
             raise RuntimeError(
                 f"kvkeep bounds {layer.layer_name}, but its step was prepared by "
-                f"{type(attn_metadata).__name__}: another plug-in replaced part of the attention back end. Set VLLM_PLUGINS=kvkeep."
+                f"{type(attn_metadata).__name__}: another plug-in replaced part of the attention back end. "
+                "Set VLLM_PLUGINS=kvkeep."
             )
         if self._pages is None or self._pages.cache is not kv_cache:
             self._open(layer, kv_cache)
         assert self._compaction is not None
-        for one, plan in zip(attn_metadata.rounds, attn_metadata.plans, strict=True):
+        assert self._pages is not None
+        for one, ready in zip(attn_metadata.rounds, attn_metadata.plans, strict=True):
             if one.cuts is not None:
-                self._compaction.evict(one.cuts)
-            if one.tokens is None:
-                count = attn_metadata.num_actual_tokens
-                self._attend(layer, query[:count], key[:count], value[:count], output[:count], one, plan)
+                LEDGER.peak = max(LEDGER.peak, self._compaction.evict(one.cuts))
+            whole = slice(attn_metadata.num_actual_tokens) if one.tokens is None else one.tokens
+            queries, keys, values = query[whole], key[whole], value[whole]
+            result = output[whole]  # in place for all tokens, a copy for some
+            if one.rows is None:
+                assert ready is not None
+                caches = self._pages.by_block()
+                self._write(layer.isa, keys, values, caches[0], caches[1], one.slots)
+                self._attend(
+                    layer, queries, caches, result, one.query_start_loc, one.seq_lens, one.block_table, ready
+                )
             else:
-                part = torch.empty_like(query[: len(one.tokens)])
-                self._attend(layer, query[one.tokens], key[one.tokens], value[one.tokens], part, one, plan)
-                output[one.tokens] = part.view(len(one.tokens), *output.shape[1:])
+                self._attend_by_head(layer, queries, keys, values, result, one.rows, attn_metadata.builder)
+            if one.tokens is not None:
+                output[one.tokens] = result
+            if one.record is not None:
+                tokens, blocks, places = one.record
+                self._pages.record(blocks, places, queries if tokens is None else queries[tokens])
         return output
 
     def _attend(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor, one: Round, plan: Tensor
+        self,
+        layer: Any,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        output: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        ready: Tensor,
     ) -> None:
-        assert self._pages is not None
-        key_cache, value_cache = self._pages.stock
-        self._write(layer.isa, key, value, key_cache, value_cache, one.slots)
         sinks: Tensor | None = self.sinks
         if sinks is not None and sinks.dtype not in (torch.bfloat16, torch.float32):
             sinks = sinks.float()
         ops.cpu_attention_with_kv_cache(
             query=query,
-            key_cache=key_cache,
-            value_cache=value_cache,
+            key_cache=caches[0],
+            value_cache=caches[1],
             output=output,
-            query_start_loc=one.query_start_loc,
-            seq_lens=one.seq_lens,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
             scale=self.scale,
             causal=True,
             alibi_slopes=self.alibi_slopes,
             sliding_window=self.sliding_window,
-            block_table=one.block_table,
+            block_table=block_table,
             softcap=self.logits_soft_cap,
-            scheduler_metadata=plan,
+            scheduler_metadata=ready,
             s_aux=sinks,
             dynamic_causal=None,
             k_scale=layer._k_scale_float,
             v_scale=layer._v_scale_float,
             kv_cache_dtype=self.kv_cache_dtype,
         )
-        if one.record is not None:
-            tokens, blocks, places = one.record
-            self._pages.record(blocks, places, query if tokens is None else query[tokens])
+
+    def _attend_by_head(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        rows: Rows,
+        builder: BoundedCPUBuilder,
+    ) -> None:
+        """The stock kernel with one row per request and KV head: pages take the part of blocks."""
+        assert self._pages is not None
+        assert self._heads is not None
+        pages, heads = self._pages, self._heads.of(rows.blocks, rows.before, rows.fresh)
+        kv_heads, group = pages.kv_heads, self.num_queries_per_kv
+        lens = heads.held + rows.counts[:, None]
+        count = -(-int(lens.max()) // pages.slots)
+        # Tokens in the order (request, head, token); one token each is how they lie already.
+        slot = heads.held[rows.owner] + rows.offset[:, None]  # [tokens, kv_heads]
+        page = heads.table[rows.owner].gather(2, (slot // pages.slots)[..., None]).squeeze(2)
+        slots = page * pages.slots + slot % pages.slots
+        total = query.shape[0]
+        single = total == rows.counts.shape[0]
+        index = None
+        if not single:
+            # Sorting by row and head keeps the order of tokens within them.
+            line = rows.owner[:, None] * kv_heads + torch.arange(kv_heads, device=slot.device)
+            index = line.flatten().argsort(stable=True)
+
+        def by_head(tensor: Tensor, width: int) -> Tensor:
+            lines = tensor.reshape(total * kv_heads, width, -1)
+            return lines if index is None else lines[index]
+
+        caches = pages.by_page()
+        places = by_head(slots, 1).flatten()
+        self._write(layer.isa, by_head(key, 1), by_head(value, 1), caches[0], caches[1], places)
+        bounds = torch.zeros(lens.numel() + 1, dtype=torch.int32, device=lens.device)
+        bounds[1:] = rows.counts.repeat_interleave(kv_heads).cumsum(0)
+        seq_lens = lens.flatten().int()
+        result = torch.empty((total * kv_heads, group, self.head_size), dtype=output.dtype)
+        self._attend(
+            layer,
+            by_head(query, group),
+            caches,
+            result,
+            bounds,
+            seq_lens,
+            heads.table[..., :count].reshape(-1, count).int(),
+            plan(builder, seq_lens, bounds, group, 1),
+        )
+        lines = output.view(total * kv_heads, group, self.head_size)
+        if index is None:
+            lines.copy_(result)
+        else:
+            lines[index] = result
 
     def _write(
         self, isa: str, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
@@ -275,10 +363,14 @@ class BoundedCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         queries = bool(self._deployment.policy.traits.queries)
         per_block = queries_per_block(slots, self.num_heads, self.num_kv_heads) if queries else 0
         self._pages = LayerPages(kv_cache, layout, self.num_heads, per_block)
+        ragged = self._deployment.policy.traits.ragged
+        buffer = self._deployment.policy.buffer
+        self._heads = UnequalHeads(self._pages, buffer) if ragged else EqualHeads(self._pages)
         factor = self.scale * math.sqrt(self.head_size)
         self._compaction = Compaction(
             self._deployment,
             extract_layer_index(layer.layer_name),
             self._pages,
+            self._heads,
             1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor,
         )

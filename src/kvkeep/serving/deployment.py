@@ -118,6 +118,7 @@ class Deployment:
             block_size=block_size,
             prompt=self.prompt,
             side_blocks=side,
+            spare=block_size - 1 if self.policy.traits.ragged else 0,
             max_len=max_len,
         )
 

@@ -14,10 +14,13 @@ from kvkeep.serving.layout import Layout
 class LayerPages:
     """Keys, values, positions and recorded queries of one layer.
 
+    A page is one block of one KV head: page ``block * kv_heads + head``. What a head of a request holds is a
+    list of pages, its row of a table; where all heads are equally long these are its blocks' own.
+
     Parameters
     ----------
     cache
-        ``[blocks, kv_heads, slots, 2 * dim]``, one contiguous page per block and KV head.
+        ``[blocks, kv_heads, slots, 2 * dim]``, contiguous.
     layout
         Of its pages.
     heads
@@ -27,40 +30,49 @@ class LayerPages:
 
     Notes
     -----
-    Positions stand beside the cache, by block, head and slot, so they need no request: a block has one
-    owner, and what a new owner finds in it is overwritten before it is read. Recorded queries lie in blocks
-    that the request owns in front of its slots, so they come and go with it.
+    Positions stand beside the cache, by page and slot, so they need no request: a page has one owner, and
+    what a new owner finds in it is overwritten before it is read. Recorded queries lie in blocks that the
+    request owns in front of its slots, so they come and go with it.
     """
 
     def __init__(self, cache: Tensor, layout: Layout, heads: int, per_block: int) -> None:
-        self.cache = cache
+        self.cache, self.layout = cache, layout
         self.blocks, self.kv_heads, self.slots, width = cache.shape
-        self.dim, self.heads, self.layout = width // 2, heads, layout
-        self._halves = cache.view(self.blocks, self.kv_heads, 2, self.slots * self.dim)
-        self._flat = cache.view(self.blocks * self.kv_heads, 2 * self.slots * self.dim)
-        self.positions = torch.zeros(
-            (self.blocks, self.kv_heads, self.slots), dtype=torch.int32, device=cache.device
-        )
+        self.dim, self.heads = width // 2, heads
+        pages = self.blocks * self.kv_heads
+        self._halves = cache.view(pages, 2, self.slots * self.dim)
+        self._flat = cache.view(pages, 2 * self.slots * self.dim)
+        self.positions = torch.zeros((pages, self.slots), dtype=torch.int32, device=cache.device)
         self._ring: Tensor | None = None
         if per_block:
             room = cache.view(self.blocks, -1)[:, : per_block * heads * self.dim]
             self._ring = room.unflatten(1, (per_block, heads, self.dim))
 
-    @property
-    def stock(self) -> tuple[Tensor, Tensor]:
+    def by_block(self) -> tuple[Tensor, Tensor]:
         """Keys and values ``[blocks, kv_heads, slots, dim]`` as vLLM's kernels take them."""
-        halves = self.cache.view(self.blocks, self.kv_heads, 2 * self.slots, self.dim).chunk(2, dim=2)
-        return halves[0], halves[1]
+        keys, values = self.cache.view(self.blocks, self.kv_heads, 2 * self.slots, self.dim).chunk(2, dim=2)
+        return keys, values
 
-    def read(self, name: str, blocks: Tensor) -> Tensor:
-        """Entries of rows, in the order of their slots.
+    def by_page(self) -> tuple[Tensor, Tensor]:
+        """The same as ``[pages, 1, slots, dim]``: every page a block with one KV head."""
+        pages = self.blocks * self.kv_heads
+        keys, values = self.cache.view(pages, 1, 2 * self.slots, self.dim).chunk(2, dim=2)
+        return keys, values
+
+    def table(self, blocks: Tensor) -> Tensor:
+        """The pages ``[rows, kv_heads, count]`` of heads with equal shares of blocks ``[rows, count]``."""
+        heads = torch.arange(self.kv_heads, device=blocks.device)[:, None]
+        return blocks[:, None] * self.kv_heads + heads
+
+    def read(self, name: str, table: Tensor) -> Tensor:
+        """Entries of heads, in the order of their slots.
 
         Parameters
         ----------
         name
             ``"keys"`` or ``"values"``.
-        blocks
-            int64 ``[rows, count]``.
+        table
+            int64 ``[rows, kv_heads, count]``.
 
         Returns
         -------
@@ -68,42 +80,37 @@ class LayerPages:
             ``[rows, kv_heads, count * slots, dim]``.
         """
         half = 0 if name == "keys" else 1
-        pages = self._halves[:, :, half][blocks]  # [rows, count, kv_heads, slots * dim]
-        entries = self.layout.read(pages, self.layout.keys if half == 0 else self.layout.values)
-        return entries.transpose(1, 2).flatten(2, 3)
+        pages = self._halves[:, half][table]
+        return self.layout.read(pages, self.layout.keys if half == 0 else self.layout.values).flatten(2, 3)
 
-    def read_positions(self, blocks: Tensor) -> Tensor:
+    def read_positions(self, table: Tensor) -> Tensor:
         """int64 ``[rows, kv_heads, count * slots]``: what :meth:`write_positions` wrote."""
-        return self.positions[blocks].transpose(1, 2).flatten(2, 3).long()
+        return self.positions[table].flatten(2).long()
 
-    def write_positions(self, blocks: Tensor, positions: Tensor) -> None:
-        """Note the positions ``[rows, kv_heads, count * slots]`` of whole blocks ``[rows, count]``."""
-        rows, count = blocks.shape
-        self.positions[blocks] = positions.view(rows, self.kv_heads, count, self.slots).transpose(1, 2).int()
+    def write_positions(self, table: Tensor, positions: Tensor) -> None:
+        """Note the positions ``[rows, kv_heads, count * slots]`` of whole pages."""
+        self.positions[table] = positions.view(*table.shape, self.slots).int()
 
-    def move(self, blocks: Tensor, source: Tensor, target: Tensor) -> None:
-        """Move entries of rows to other slots of the same rows and heads; all reads come before all writes.
+    def move(self, table: Tensor, source: Tensor, target: Tensor) -> None:
+        """Move entries of heads to other slots of theirs; all reads come before all writes.
 
         Parameters
         ----------
-        blocks
-            int64 ``[rows, count]``.
+        table
+            int64 ``[rows, kv_heads, count]``.
         source, target
-            int64 ``[rows, kv_heads, moves]``: slots of the row.
+            int64 ``[rows, kv_heads, moves]``: slots of the head.
         """
-        heads = torch.arange(self.kv_heads, device=blocks.device)[None, :, None]
-        layout = self.layout
-
-        def place(at: Tensor) -> tuple[Tensor, Tensor]:
-            block = blocks.gather(1, (at // self.slots).flatten(1)).view_as(at)
-            return (block * self.kv_heads + heads)[..., None], at % self.slots
-
-        (from_page, from_slot), (to_page, to_slot) = place(source), place(target)
-        half = self.slots * self.dim
+        from_page, from_slot = self._place(table, source)
+        to_page, to_slot = self._place(table, target)
+        half, layout = self.slots * self.dim, self.layout
         keys = self._flat[from_page, layout.keys[from_slot]]
         values = self._flat[from_page, half + layout.values[from_slot]]
         self._flat[to_page, layout.keys[to_slot]] = keys
         self._flat[to_page, half + layout.values[to_slot]] = values
+
+    def _place(self, table: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        return table.gather(-1, at // self.slots)[..., None], at % self.slots
 
     # -- recorded queries -------------------------------------------------------------------------
 
@@ -128,21 +135,16 @@ class OrderedPages:
     ----------
     pages
         The layer.
-    blocks
-        int64 ``[rows, count]``.
+    table
+        int64 ``[rows, kv_heads, count]``.
     order
         int64 ``[rows, kv_heads, entries]``: slots, oldest entry first.
     """
 
-    def __init__(self, pages: LayerPages, blocks: Tensor, order: Tensor) -> None:
-        self._pages, self._blocks, self._order = pages, blocks, order
+    def __init__(self, pages: LayerPages, table: Tensor, order: Tensor) -> None:
+        self._pages, self._table, self._order = pages, table, order
 
     def padded(self, rows: Sequence[int] | None = None, *names: str) -> dict[str, Tensor]:
         """Keys or values ``[rows, kv_heads, entries, dim]`` by name."""
-        index = self._order[..., None]
-        return {
-            name: (read := self._pages.read(name, self._blocks)).gather(
-                2, index.expand(-1, -1, -1, read.shape[-1])
-            )
-            for name in names
-        }
+        index = self._order[..., None].expand(-1, -1, -1, self._pages.dim)
+        return {name: self._pages.read(name, self._table).gather(2, index) for name in names}

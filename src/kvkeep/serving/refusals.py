@@ -84,8 +84,11 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
         reasons.append(f"{policy.name} needs moments of the prompt's queries, which are not recorded here")
     if traits.log_retention:
         reasons.append(f"{policy.name} needs retention gates, whose input vLLM's attention does not see")
-    if traits.ragged:
-        reasons.append(f"{policy.name} gives heads different lengths, which the plug-in does not store yet")
+    if traits.ragged and traits.trigger.prefill == "defer" and policy.amount.prompt != "kept":
+        reasons.append(
+            f"{policy.name} gives heads different lengths, for which a prompt cannot be read whole first: "
+            'use "prefill": "chunk"'
+        )
     if not traits.exact_budget:
         reasons.append(f"{policy.name} may keep more or less than its budget, and slots here are fixed")
     if policy.protects_prompt and policy.amount.prompt != "kept":

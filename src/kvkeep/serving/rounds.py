@@ -43,6 +43,32 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows of a round, for heads that differ in length.
+
+    Parameters
+    ----------
+    blocks
+        int64 ``[rows, count]``: blocks of their slots.
+    before
+        int64 ``[rows]``: entries before the round, averaged over heads.
+    fresh
+        bool ``[rows]``: nothing has been evicted yet.
+    counts
+        int64 ``[rows]``: new tokens.
+    owner, offset
+        int64 ``[tokens]``: row of each token, and its place among the row's new tokens.
+    """
+
+    blocks: Tensor
+    before: Tensor
+    fresh: Tensor
+    counts: Tensor
+    owner: Tensor
+    offset: Tensor
+
+
+@dataclass(frozen=True)
 class Round:
     """What one call of the kernel needs.
 
@@ -62,6 +88,8 @@ class Round:
         int64 ``[n]``: where the new entries go.
     cuts
         Evictions to carry out first.
+    rows
+        For heads that differ in length, else ``None``.
     record
         Tokens of the round whose queries are recorded (``None``: all), and their block and place.
     """
@@ -74,6 +102,7 @@ class Round:
     slots: Tensor
     cuts: Cuts | None
     record: tuple[Tensor | None, Tensor, Tensor] | None
+    rows: Rows | None = None
 
 
 class RoundPlanner:
@@ -85,10 +114,14 @@ class RoundPlanner:
         Of all requests.
     window, per_block
         Queries to record per request, and how many fit one block; 0 for none.
+    ragged
+        Heads differ in length.
     """
 
-    def __init__(self, schedule: Schedule, window: int = 0, per_block: int = 0) -> None:
-        self.schedule, self.window, self.per_block = schedule, window, per_block
+    def __init__(
+        self, schedule: Schedule, window: int = 0, per_block: int = 0, *, ragged: bool = False
+    ) -> None:
+        self.schedule, self.window, self.per_block, self.ragged = schedule, window, per_block, ragged
 
     def plan(self, starts: IntArray, counts: IntArray, block_table: Tensor) -> list[Round]:
         """Plan one forward.
@@ -110,11 +143,9 @@ class RoundPlanner:
         ahead = np.where(starts < first, first - starts, schedule.buffer - period)
         if bool((counts <= ahead).all()):
             cut = (starts >= first) & (period == 0) & (counts > 0)
-            slots = np.where(starts < first, starts, kept + period)
+            at = np.where(starts < first, starts, kept + period)
             return [
-                self._round(
-                    None, np.arange(len(starts)), starts, counts, slots, cut, kept, first, block_table
-                )
+                self._round(None, np.arange(len(starts)), starts, counts, at, cut, kept, first, block_table)
             ]
         return self._several(starts, counts, kept, first, block_table)
 
@@ -140,18 +171,23 @@ class RoundPlanner:
                     rounds.append([])
                 rounds[place].append(piece)
                 position, place = stop, place + 1
-        planned = []
-        for pieces in rounds:
-            rows = np.array([piece.row for piece in pieces])
-            position = np.array([piece.position for piece in pieces])
-            count = np.array([piece.count for piece in pieces])
-            slots = np.array([piece.slot for piece in pieces])
-            cut = (position >= first[rows]) & ((position - kept[rows]) % schedule.buffer == 0)
-            tokens = np.concatenate([np.arange(piece.token, piece.token + piece.count) for piece in pieces])
-            planned.append(
-                self._round(tokens, rows, position, count, slots, cut, kept[rows], first[rows], block_table)
-            )
-        return planned
+        return [self._of_pieces(pieces, kept, first, block_table) for pieces in rounds]
+
+    def _of_pieces(self, pieces: list[Piece], kept: IntArray, first: IntArray, block_table: Tensor) -> Round:
+        rows = np.array([piece.row for piece in pieces])
+        position = np.array([piece.position for piece in pieces])
+        cut = (position >= first[rows]) & ((position - kept[rows]) % self.schedule.buffer == 0)
+        return self._round(
+            np.concatenate([np.arange(piece.token, piece.token + piece.count) for piece in pieces]),
+            rows,
+            position,
+            np.array([piece.count for piece in pieces]),
+            np.array([piece.slot for piece in pieces]),
+            cut,
+            kept[rows],
+            first[rows],
+            block_table,
+        )
 
     def _round(
         self,
@@ -178,6 +214,16 @@ class RoundPlanner:
         where = torch.from_numpy(slot[owner] + offset).to(device)
         owners = torch.from_numpy(owner).to(device)
         slots = table[owners, where // size].long() * size + where % size
+        own = None
+        if self.ragged:
+            own = Rows(
+                blocks=self._main(row_table, int((kept + schedule.buffer).max())),
+                before=torch.from_numpy(slot).to(device),
+                fresh=torch.from_numpy(position < first).to(device),
+                counts=torch.from_numpy(count).to(device),
+                owner=owners,
+                offset=torch.from_numpy(offset).to(device),
+            )
         cuts = self._cuts(np.flatnonzero(cut), position, kept, first, row_table) if cut.any() else None
         record = self._record(owner, offset, position, count, row_table) if self.window else None
         return Round(
@@ -191,7 +237,14 @@ class RoundPlanner:
             slots=slots,
             cuts=cuts,
             record=record,
+            rows=own,
         )
+
+    def _main(self, row_table: Tensor, slots: int) -> Tensor:
+        """int64 ``[rows, count]``: the blocks that hold so many slots."""
+        schedule = self.schedule
+        count = -(-(slots + schedule.spare) // schedule.block_size)
+        return row_table[:, schedule.side_blocks : schedule.side_blocks + count].long()
 
     def _cuts(
         self, which: IntArray, position: IntArray, kept: IntArray, first: IntArray, row_table: Tensor
@@ -202,7 +255,6 @@ class RoundPlanner:
         held = np.where(fresh, seen, kept + schedule.buffer)
         entries = int(held.max())
         index = torch.from_numpy(which).to(device)
-        count = -(-entries // schedule.block_size)
         own = row_table[index].long()
         ring_blocks = ring_places = None
         if self.window:
@@ -214,7 +266,7 @@ class RoundPlanner:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         return Cuts(
-            blocks=own[:, schedule.side_blocks : schedule.side_blocks + count].contiguous(),
+            blocks=self._main(own, entries),
             seen=on_device(seen),
             held=on_device(held),
             kept=on_device(kept),

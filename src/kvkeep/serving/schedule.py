@@ -23,8 +23,8 @@ import numpy as np
 from kvkeep.core.arrays import IntArray
 from kvkeep.core.errors import ConfigError
 
-#: ``"chunk"``: a prompt above the budget is evicted while it is read. ``"defer"``: it is read whole, and evicted
-#: at the first multiple of the buffer after its end. ``"kept"``: it stays, on top of the budget.
+#: ``"chunk"``: a prompt above the budget is evicted while it is read. ``"defer"``: it is read whole, and
+#: evicted at the first multiple of the buffer after its end. ``"kept"``: it stays, on top of the budget.
 PromptHandling = Literal["chunk", "defer", "kept"]
 
 
@@ -42,6 +42,8 @@ class Schedule:
         What happens to prompts (see :data:`PromptHandling`).
     side_blocks
         Blocks that a request owns in front of its slots, for what the policy records.
+    spare
+        Slots beyond budget and buffer: where heads differ in length, each may leave a page partly empty.
     max_len
         Longest sequence; a request owns no blocks beyond it where prompts are evicted while read.
 
@@ -61,6 +63,7 @@ class Schedule:
     block_size: int
     prompt: PromptHandling = "chunk"
     side_blocks: int = 0
+    spare: int = 0
     max_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -88,16 +91,16 @@ class Schedule:
     def blocks(self, prompt_len: int) -> int:
         """Blocks that a request owns from its first token on, those for recordings included."""
         if self.prompt == "chunk":
-            return self.blocks_for(self.budget + self.buffer)
-        return self.side_blocks + self._count(self.first(prompt_len))
+            return self.blocks_for(self.budget + self.buffer + self.spare)
+        return self.side_blocks + self._count(self.first(prompt_len) + self.spare)
 
     def blocks_after(self, prompt_len: int) -> int:
         """Blocks that it still needs after its first eviction."""
-        return self.side_blocks + self._count(self.kept(prompt_len) + self.buffer)
+        return self.side_blocks + self._count(self.kept(prompt_len) + self.buffer + self.spare)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks for so many tokens of a request that grows (only where a prompt is evicted while read)."""
-        most = self.budget + self.buffer
+        most = self.budget + self.buffer + self.spare
         return self.side_blocks + self._count(min(tokens, most, self.max_len or most))
 
     def of_rows(self, owned: IntArray) -> tuple[IntArray, IntArray]:
@@ -114,7 +117,7 @@ class Schedule:
         if self.prompt == "defer":
             periods = np.maximum(1, (slots - self.budget) // self.buffer)
             return np.full_like(owned, self.budget), self.budget + periods * self.buffer
-        most = self._count(self.budget + self.buffer) * self.block_size
+        most = self._count(self.budget + self.buffer + self.spare) * self.block_size
         kept = self.budget + np.maximum(0, slots - most)
         return kept, kept + self.buffer
 
