@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvkeep.core.errors import CacheIntegrityError
+
+#: Entry after entry, channel after channel, or something else.
+Order = Literal["plain", "transposed", "other"]
 
 #: Writes keys and values ``[tokens, kv_heads, dim]`` into caches ``[blocks, kv_heads, slots, dim]`` at slots.
 Write = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -85,17 +90,25 @@ class Layout:
         Tensor
             ``[..., slots, dim]``; a view where the layout is plain or transposed.
         """
+        shape, order = pages.shape[:-1], self.order(offsets)
         slots, dim = offsets.shape
-        shape = pages.shape[:-1]
-        step, stride = _stride(offsets, 0), _stride(offsets, 1)
-        if (step, stride) == (dim, 1):
+        if order == "plain":
             return pages.view(*shape, slots, dim)
-        if (step, stride) == (1, slots):
+        if order == "transposed":
             return pages.view(*shape, dim, slots).transpose(-1, -2)
         return pages[..., offsets.reshape(-1)].view(*shape, slots, dim)
 
+    def order(self, offsets: Tensor) -> Order:
+        """How :attr:`keys` or :attr:`values` lie."""
+        return self._orders[0 if offsets is self.keys else 1]
 
-def _stride(offsets: Tensor, axis: int) -> int:
-    """The constant step of offsets along an axis; 0 if there is none."""
-    steps = offsets.diff(dim=axis)
-    return int(steps.flatten()[0]) if steps.numel() and bool((steps == steps.flatten()[0]).all()) else 0
+    @cached_property
+    def _orders(self) -> tuple[Order, Order]:
+        return _order(self.keys), _order(self.values)
+
+
+def _order(offsets: Tensor) -> Order:
+    in_line = torch.arange(offsets.numel(), device=offsets.device)
+    if torch.equal(offsets.flatten(), in_line):
+        return "plain"
+    return "transposed" if torch.equal(offsets.T.flatten(), in_line) else "other"
