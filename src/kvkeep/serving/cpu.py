@@ -146,7 +146,8 @@ class BoundedCPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         counts = bounds[1:] - bounds[:-1]
         starts = common.seq_lens[:rows].cpu().numpy().astype("int64") - counts
         rounds = self._planner.plan(starts, counts, common.block_table_tensor[:rows])
-        LEDGER.note(starts, counts, rounds)
+        reading = common.is_prefilling
+        LEDGER.note(starts, counts, rounds, None if reading is None else reading[:rows].cpu().numpy())
         plans = [
             None
             if each.rows is not None  # every layer has lengths of its own

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvkeep.core.arrays import IntArray
+from kvkeep.core.arrays import BoolArray, IntArray
 from kvkeep.serving.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ledger:
-    """Running sums of one worker; :meth:`read` and :meth:`reset` are called through ``collective_rpc``.
+    """Running sums of one worker; :class:`LedgerReader` is how they are asked for from outside.
 
     Parameters
     ----------
+    schedule, layers
+        Of the engine that the worker runs; ``None`` before there is one.
     steps
-        Decode steps of requests (one token of one request each).
+        Decode steps of requests (one token of one request each, after its prompt was read).
     entries
-        Sum over them of the entries held after the step, a due eviction counted as done.
+        Sum over them of the entries held per KV head while the step attended: its token stored, an eviction
+        that the token makes due not yet done.
     peak
-        Most entries that a head held.
+        Most entries that a head held, while prompts were read too.
     evictions
         Evictions of requests (a round over all layers counts once).
     evicted
@@ -40,8 +43,8 @@ class Ledger:
     evictions: int = 0
     evicted: int = 0
 
-    def open(self, schedule: Schedule, layers: int) -> None:
-        """Begin for an engine."""
+    def open(self, schedule: Schedule | None, layers: int = 0) -> None:
+        """Begin for an engine (``None``: for one without kvkeep)."""
         self.schedule, self.layers = schedule, layers
         self.reset()
 
@@ -49,28 +52,45 @@ class Ledger:
         """Forget what was counted."""
         self.steps = self.entries = self.peak = self.evictions = self.evicted = 0
 
-    def note(self, starts: IntArray, counts: IntArray, rounds: list[Round]) -> None:
-        """Count one forward."""
-        assert self.schedule is not None
-        buffer = self.schedule.buffer
-        decode = (counts == 1) & (starts > 0)
+    def note(
+        self, starts: IntArray, counts: IntArray, rounds: list[Round], reading: BoolArray | None = None
+    ) -> None:
+        """Count one forward.
+
+        Parameters
+        ----------
+        starts, counts
+            int64 ``[rows]``: tokens read before, and tokens read now.
+        rounds
+            How they were carried out.
+        reading
+            bool ``[rows]``: the row is still at its prompt, whose last piece may be a single token. A request
+            that goes on after a preemption reads its answer again in pieces: no decode steps either.
+        """
         for one in rounds:
             self.peak = max(self.peak, one.longest)
             if one.cuts is not None:
                 self.evictions += len(one.cuts.seen)
                 self.evicted += int((one.cuts.held - one.cuts.kept).sum())
-        if len(rounds) == 1 and decode.any():
-            held = rounds[0].seq_lens.cpu().numpy().astype(np.int64)
-            # The eviction that this step made due is done before the row's next token.
-            kept, first = self.schedule.of_rows(np.zeros_like(starts))
-            due = (starts + 1 >= first) & ((starts + 1 - kept) % buffer == 0)
-            self.steps += int(decode.sum())
-            self.entries += int(np.where(due, kept, held)[decode].sum())
+        decode = (counts == 1) & (starts > 0)
+        if reading is not None:
+            decode &= ~reading
+        if not decode.any():
+            return
+        # Every row with tokens has its first piece in the first round, and a decode step has no other piece.
+        held = rounds[0].seq_lens.cpu().numpy()
+        if len(held) != len(decode):
+            decode = decode[counts > 0]
+        self.steps += int(decode.sum())
+        self.entries += int(held[decode].sum(dtype=np.int64))
 
     def read(self) -> dict[str, Any]:
         """JSON-ready."""
         return {
+            "schedule": None if self.schedule is None else asdict(self.schedule),
+            "layers": self.layers,
             "steps": self.steps,
+            "entries": self.entries,
             "mean_entries": self.entries / self.steps if self.steps else 0.0,
             "peak_entries": self.peak,
             "evictions": self.evictions,
@@ -80,3 +100,15 @@ class Ledger:
 
 #: One worker process serves one engine.
 LEDGER = Ledger()
+
+
+class LedgerReader:
+    """Methods for vLLM's ``worker_extension_cls``, so that ``collective_rpc`` finds them in any process."""
+
+    def kvkeep_ledger(self) -> dict[str, Any]:
+        """What this worker counted since the last reset."""
+        return LEDGER.read()
+
+    def kvkeep_reset(self) -> None:
+        """Begin to count again."""
+        LEDGER.reset()
