@@ -1,4 +1,4 @@
-"""Drawing tokens: settings by name, and random numbers that belong to a sample, not to a batch."""
+"""How answers are written: temperature and lengths, by name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from kvkeep.core.errors import ConfigError, UnknownNameError
-from kvkeep.core.random import RandomStream
-
-# Stands for the layer in the random stream: no layer of a model has it.
-_SAMPLING = -1
+from kvkeep.engine.drawing import Draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +54,11 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the same prompt always gives the same text."""
         return self.temperature == 0
+
+    @property
+    def draw(self) -> Draw:
+        """How a token is drawn."""
+        return Draw(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
     def for_task(self, name: str, max_new: int | None) -> Sampling:
         """The lengths that the preset states for a task, or the task's own."""
@@ -131,9 +132,6 @@ def sampling_preset(name: str) -> Sampling:
 class Sampler:
     """Draws the next token of each row.
 
-    The highest sum of logit and Gumbel noise is a draw from the softmax. The noise is a hash of (sequence,
-    step, token), so that a sample is the same in any batch, after a restart, on any machine.
-
     Parameters
     ----------
     sampling
@@ -141,12 +139,7 @@ class Sampler:
     """
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self._filters = []
-        if sampling.top_k:
-            self._filters.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            self._filters.append(TopPLogitsWarper(sampling.top_p))
+        self._draw = sampling.draw
 
     def choose(self, logits: Tensor, sequence_ids: Tensor, step: int) -> Tensor:
         """Choose a token for each row.
@@ -165,16 +158,5 @@ class Sampler:
         Tensor
             int64 ``[batch]``.
         """
-        if self.sampling.greedy:
-            return logits.argmax(-1)
-        scores = logits.float() / self.sampling.temperature
-        for each in self._filters:
-            scores = each(sequence_ids, scores)
-        stream = RandomStream.derive(
-            seed=0,  # the names of the sequences carry the seed
-            sequence_ids=sequence_ids,
-            layer=_SAMPLING,
-            evictions=torch.full_like(sequence_ids, step),
-        )
-        tokens = torch.arange(scores.shape[-1], device=scores.device).expand(len(scores), 1, -1)
-        return (scores + stream.gumbel(tokens)[:, 0]).argmax(-1)
+        steps = torch.full_like(sequence_ids, step)
+        return self._draw.scores(logits, sequence_ids, steps).argmax(-1)
