@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
@@ -24,6 +25,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from kvkeep.serving.announce import INACTIVE
 from kvkeep.serving.compaction import Compaction
 from kvkeep.serving.deployment import Deployment, queries_per_block
 from kvkeep.serving.heads import EqualHeads, UnequalHeads
@@ -32,6 +34,8 @@ from kvkeep.serving.ledger import LEDGER
 from kvkeep.serving.pages import LayerPages
 from kvkeep.serving.rounds import Round, RoundPlanner, Rows
 from kvkeep.serving.spec import BoundedSpec
+
+logger = init_logger("vllm.kvkeep")
 
 
 @dataclass
@@ -45,6 +49,8 @@ class Engine:
         """The deployment of a configuration, read once."""
         if config is not self.config:
             self.config, self.deployment = config, Deployment.of(config)
+            if self.deployment is None:
+                logger.info_once(INACTIVE, scope="global")
         return self.deployment
 
 
@@ -81,7 +87,7 @@ class BoundedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
         return BoundedSpec.over(
             spec,
             schedule=schedule,
-            label=f"{deployment.policy.name}, budget {schedule.budget} and buffer {schedule.buffer}",
+            label=f"{deployment.policy.name}, budget {schedule.budget} and buffer {schedule.buffer} per head",
             layers=len(deployment.model.managed),
             reserve=deployment.settings.reserve,
         )

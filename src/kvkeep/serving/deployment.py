@@ -122,6 +122,16 @@ class Deployment:
             max_len=max_len,
         )
 
+    def schedule_in(self, config: VllmConfig) -> Schedule:
+        """The schedule of an engine whose configuration is settled, as its scheduler and workers have it."""
+        model, parallel = config.model_config, config.parallel_config
+        return self.schedule(
+            block_size=config.cache_config.block_size,
+            heads=model.get_num_attention_heads(parallel),
+            kv_heads=model.get_num_kv_heads(parallel),
+            max_len=model.max_model_len,
+        )
+
     def on(self, device: torch.device) -> Deployment:
         """The same with its tensors on a device."""
         if self.rope is None:

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from kvkeep.core.budget import format_bytes
+from kvkeep.serving.announce import start_line
 from kvkeep.serving.spec import BoundedSpec
 
 logger = init_logger("vllm.kvkeep")
@@ -23,30 +23,8 @@ class BoundedManager(FullAttentionManager):  # type: ignore[misc]
         super().__init__(kv_cache_spec, **kwargs)
         self.schedule, self.reserve = kv_cache_spec.schedule, kv_cache_spec.reserve
         self._prompts: dict[str, int] = {}
-        self._announce()
-
-    def _announce(self) -> None:
-        """One line: what is active, what a request costs now, how many fit."""
-        spec, schedule = self.kv_cache_spec, self.schedule
-        own = schedule.blocks(0)
-        block = spec.page_size_bytes * spec.layers
         usable = self.block_pool.num_gpu_blocks - 1  # block 0 is vLLM's null block
-        entries = schedule.budget + schedule.buffer
-        prompts = "" if schedule.prompt != "kept" else " besides its prompt"
-        logger.info(
-            "kvkeep active: %s; a request owns %d blocks (%s)%s however long it grows; without kvkeep it "
-            "owns one more block (%s) every %d tokens, from token %d on more than here; %d blocks hold %d "
-            "requests at once",
-            spec.label,
-            own,
-            format_bytes(own * block),
-            prompts,
-            format_bytes(block),
-            self.block_size,
-            entries + schedule.side_blocks * self.block_size,
-            usable,
-            usable // own,
-        )
+        logger.info("%s", start_line(kv_cache_spec, usable, bool(kwargs.get("enable_caching"))))
 
     # -- what the scheduler asks ------------------------------------------------------------------
 

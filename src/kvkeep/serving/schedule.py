@@ -103,6 +103,10 @@ class Schedule:
         most = self.budget + self.buffer + self.spare
         return self.side_blocks + self._count(min(tokens, most, self.max_len or most))
 
+    def longest(self, max_len: int) -> int:
+        """Blocks of the largest request, one whose prompt alone has ``max_len`` tokens."""
+        return self.blocks_for(max_len) if self.prompt == "chunk" else self.blocks(max_len)
+
     def of_rows(self, owned: IntArray) -> tuple[IntArray, IntArray]:
         """``kept`` and ``first`` of rows, from the blocks that they own.
 

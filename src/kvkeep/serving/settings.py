@@ -39,6 +39,8 @@ class Settings:
     reserve
         A request owns all its blocks from its first token on, so that it can never be preempted for want of
         memory. Without it short requests own less, and long ones may be preempted.
+    log_requests
+        A log line for each finished request: entries held on average and at most, entries dropped.
     allow_untested
         Start under a version of vLLM that kvkeep was not tested with.
     """
@@ -52,6 +54,7 @@ class Settings:
     seed: int = 0
     calibration: str | None = None
     reserve: bool = True
+    log_requests: bool = True
     allow_untested: bool = False
 
     @classmethod
@@ -115,5 +118,6 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "seed": (_whole, "a whole number"),
     "calibration": (lambda value: value is None or isinstance(value, str), "the path of a file"),
     "reserve": (lambda value: isinstance(value, bool), "true or false"),
+    "log_requests": (lambda value: isinstance(value, bool), "true or false"),
     "allow_untested": (lambda value: isinstance(value, bool), "true or false"),
 }

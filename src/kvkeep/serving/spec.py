@@ -51,17 +51,10 @@ class BoundedSpec(FullAttentionSpec):  # type: ignore[misc]
         """Blocks do not hold consecutive tokens, so that no other request could use them."""
         return False
 
-    def longest(self, max_model_len: int) -> int:
-        """Blocks of the largest request."""
-        schedule = self.schedule
-        if schedule.prompt == "chunk":
-            return schedule.blocks_for(max_model_len)
-        return schedule.blocks(max_model_len)
-
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes of the largest request in one layer."""
-        return self.longest(vllm_config.model_config.max_model_len) * self.page_size_bytes
+        return self.schedule.longest(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         """Width of a row: logical blocks, which vLLM looks up, or owned ones where these are more."""
-        return max(super().max_num_blocks_per_req(vllm_config, max_len), self.longest(max_len))
+        return max(super().max_num_blocks_per_req(vllm_config, max_len), self.schedule.longest(max_len))
