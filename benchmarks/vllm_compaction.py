@@ -53,13 +53,18 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--isa", default="vec")
-    parser.add_argument("policies", nargs="*", default=["streaming-llm", "key-norm", "vase-dkv", "vase-attnv", "snapkv"])
+    parser.add_argument(
+        "policies", nargs="*", default=["streaming-llm", "key-norm", "vase-dkv", "vase-attnv", "snapkv"]
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     size, heads = given.block_size, given.kv_heads * given.group
 
-    def write(*tensors: torch.Tensor) -> None:
-        ops.cpu_attn_reshape_and_cache(*tensors, given.isa, kv_cache_dtype="auto")
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, at: torch.Tensor) -> None:
+        key_cache, value_cache = cache.view(1, 1, 2 * size, given.dim).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            keys, values, key_cache, value_cache, at, given.isa, kv_cache_dtype="auto"
+        )
 
     layout = Layout.learn(write, slots=size, dim=given.dim, dtype=torch.float32, device=torch.device("cpu"))
     for text in given.policies:

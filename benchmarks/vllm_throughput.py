@@ -46,7 +46,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=None, help="instead of the case's own")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
-    case = {key: value if getattr(given, key) is None else getattr(given, key) for key, value in CASES[given.case].items()}
+    case = {
+        key: value if getattr(given, key) is None else getattr(given, key)
+        for key, value in CASES[given.case].items()
+    }
     from vllm import LLM, SamplingParams
 
     common = {

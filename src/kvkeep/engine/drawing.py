@@ -1,4 +1,4 @@
-"""Drawing the next token by a highest score: random numbers that belong to a sample, in any engine and batch."""
+"""Drawing the next token by a highest score: random numbers of a sample, in any engine and batch."""
 
 from __future__ import annotations
 

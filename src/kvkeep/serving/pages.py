@@ -40,23 +40,16 @@ class LayerPages:
         self.blocks, self.kv_heads, self.slots, width = cache.shape
         self.dim, self.heads = width // 2, heads
         pages = self.blocks * self.kv_heads
-        self._halves = cache.view(pages, 2, self.slots * self.dim)
+        self._pages = cache.view(pages, 2 * self.slots * self.dim)
         self.positions = torch.zeros((pages, self.slots), dtype=torch.int32, device=cache.device)
         self._ring: Tensor | None = None
         if per_block:
             room = cache.view(self.blocks, -1)[:, : per_block * heads * self.dim]
             self._ring = room.unflatten(1, (per_block, heads, self.dim))
 
-    def by_block(self) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[blocks, kv_heads, slots, dim]`` as vLLM's kernels take them."""
-        keys, values = self.cache.view(self.blocks, self.kv_heads, 2 * self.slots, self.dim).chunk(2, dim=2)
-        return keys, values
-
-    def by_page(self) -> tuple[Tensor, Tensor]:
-        """The same as ``[pages, 1, slots, dim]``: every page a block with one KV head."""
-        pages = self.blocks * self.kv_heads
-        keys, values = self.cache.view(pages, 1, 2 * self.slots, self.dim).chunk(2, dim=2)
-        return keys, values
+    def by_page(self) -> Tensor:
+        """The cache as ``[pages, 1, slots, 2 * dim]``: every page a block with one KV head."""
+        return self.cache.view(-1, 1, *self.cache.shape[2:])
 
     def table(self, blocks: Tensor) -> Tensor:
         """The pages ``[rows, kv_heads, count]`` of heads with equal shares of blocks ``[rows, count]``."""
@@ -78,9 +71,11 @@ class LayerPages:
         Tensor
             ``[rows, kv_heads, count * slots, dim]``.
         """
-        half = 0 if name == "keys" else 1
-        pages = self._halves[:, half][table]
-        return self.layout.read(pages, self.layout.keys if half == 0 else self.layout.values).flatten(2, 3)
+        offsets = self.layout.keys if name == "keys" else self.layout.values
+        view = offsets.view(self._pages)
+        if view is None:
+            return self._pages[table][..., offsets.at.flatten()].view(*table.shape[:2], -1, self.dim)
+        return view[table].flatten(2, 3)
 
     def read_positions(self, table: Tensor) -> Tensor:
         """int64 ``[rows, kv_heads, count * slots]``: what :meth:`write_positions` wrote."""
@@ -100,19 +95,17 @@ class LayerPages:
         source, target
             int64 ``[rows, kv_heads, moves]``: slots of the head.
         """
-        sides = [self._place(table, at) for at in (source, target)]
-        for half, offsets in enumerate((self.layout.keys, self.layout.values)):
-            if self.layout.order(offsets) == "plain":
-                (origin, goal) = (((2 * page + half) * self.slots + slot).flatten() for page, slot in sides)
+        (from_page, from_slot), (to_page, to_slot) = (self._place(table, at) for at in (source, target))
+        for offsets in (self.layout.keys, self.layout.values):
+            if offsets.rows is not None:
+                first, step = offsets.rows
+                origin = (from_page * 2 * self.slots + first + from_slot * step).flatten()
+                goal = (to_page * 2 * self.slots + first + to_slot * step).flatten()
                 rows = self.cache.view(-1, self.dim)
                 rows.index_copy_(0, goal, rows.index_select(0, origin))
             else:
-                size = self.slots * self.dim
-                (origin, goal) = (
-                    ((2 * page + half) * size)[..., None] + offsets[slot] for page, slot in sides
-                )
-                numbers = self.cache.view(-1)
-                numbers[goal] = numbers[origin]
+                numbers = self._pages[from_page[..., None], offsets.at[from_slot]]
+                self._pages[to_page[..., None], offsets.at[to_slot]] = numbers
 
     def _place(self, table: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         return table.gather(-1, at // self.slots), at % self.slots
@@ -154,7 +147,9 @@ class OrderedPages:
         found = {}
         for name in names:
             entries = self._pages.read(name, self._table)
-            lines = torch.arange(entries.shape[0] * entries.shape[1], device=entries.device) * entries.shape[2]
+            lines = (
+                torch.arange(entries.shape[0] * entries.shape[1], device=entries.device) * entries.shape[2]
+            )
             index = self._order + lines.view(*entries.shape[:2], 1)
             # Whole entries are picked, which copies many times faster than number by number.
             picked = entries.reshape(-1, entries.shape[-1]).index_select(0, index.flatten())

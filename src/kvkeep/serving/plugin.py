@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 BACKEND = "kvkeep.serving.cpu.BoundedCPUBackend"
+CUDA_BACKEND = "kvkeep.serving.cuda.BoundedFlashBackend"
 
 logger = logging.getLogger("vllm.kvkeep")
 
@@ -72,5 +73,6 @@ def _register() -> None:
             "'kvkeep'. To use the other one, leave kvkeep out of VLLM_PLUGINS.",
             before,
         )
+    register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     # Last: a back end without the rest would be worse than none.
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

@@ -1,0 +1,342 @@
+"""A back end of vLLM over a bounded cache: its own kernels, our slots.
+
+Three mix-ins stand in front of a stock back end, its builder and its attention. They hand every round to the
+stock class as if it were a whole step of shorter sequences, so no kernel is called from here, and engines
+without kvkeep, layers with a sliding window, and encoders get the stock class and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from kvkeep.core.errors import UnsupportedError
+from kvkeep.serving.announce import INACTIVE
+from kvkeep.serving.compaction import Compaction
+from kvkeep.serving.deployment import Deployment, queries_per_block
+from kvkeep.serving.heads import EqualHeads, UnequalHeads
+from kvkeep.serving.layout import Layout
+from kvkeep.serving.ledger import LEDGER
+from kvkeep.serving.pages import LayerPages
+from kvkeep.serving.rounds import HeadCalls, Round, RoundPlanner, Rows
+from kvkeep.serving.spec import BoundedSpec
+
+logger = init_logger("vllm.kvkeep")
+
+
+@dataclass
+class Engine:
+    """The engine of this process: its layers, its cache and its builder are made one after the other."""
+
+    config: VllmConfig | None = None
+    deployment: Deployment | None = None
+
+    def of(self, config: VllmConfig) -> Deployment | None:
+        """The deployment of a configuration, read once."""
+        if config is not self.config:
+            self.config, self.deployment = config, Deployment.of(config)
+            if self.deployment is None:
+                logger.info_once(INACTIVE, scope="global")
+        return self.deployment
+
+
+ENGINE = Engine()
+
+
+class BoundedBackend:
+    """Mix-in of a back end: full-attention layers get a bounded cache."""
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Bound the cache of full-attention layers."""
+        # vLLM asks without saying for which engine; the layers were built just before, in this process.
+        config, deployment = ENGINE.config, ENGINE.deployment
+        spec = super().customize_spec(spec)  # type: ignore[misc]
+        if config is None or deployment is None or not _full_attention(spec):
+            return spec
+        schedule = deployment.schedule(
+            block_size=spec.block_size,
+            heads=config.model_config.get_num_attention_heads(config.parallel_config),
+            kv_heads=spec.num_kv_heads,
+            max_len=config.model_config.max_model_len,
+        )
+        return BoundedSpec.over(
+            spec,
+            schedule=schedule,
+            label=f"{deployment.policy.name}, budget {schedule.budget} and buffer {schedule.buffer} per head",
+            layers=len(deployment.model.managed),
+            reserve=deployment.settings.reserve,
+        )
+
+
+def _full_attention(spec: AttentionSpec) -> bool:
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and not spec.non_causal
+    )
+
+
+@dataclass
+class Rounds:
+    """The rounds of a step, each with the stock metadata for it.
+
+    Parameters
+    ----------
+    rounds
+        In order.
+    stock
+        What the stock builder made of each; ``None`` where every layer has lengths of its own.
+    common, builder
+        To make more.
+    """
+
+    rounds: list[Round]
+    stock: list[Any]
+    common: CommonAttentionMetadata
+    builder: BoundedBuilder
+
+
+class BoundedBuilder:
+    """Mix-in of a metadata builder: cuts a step into rounds, once for all layers."""
+
+    _planner: RoundPlanner | None
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        self._planner = None
+        deployment = ENGINE.of(vllm_config)
+        if deployment is None or not isinstance(kv_cache_spec, BoundedSpec):
+            return
+        window = deployment.policy.traits.queries
+        heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        per_block = queries_per_block(kv_cache_spec.block_size, heads, kv_cache_spec.num_kv_heads)
+        self._planner = RoundPlanner(
+            kv_cache_spec.schedule,
+            window,
+            per_block if window else 0,
+            ragged=deployment.policy.traits.ragged,
+        )
+        LEDGER.open(kv_cache_spec.schedule, len(layer_names))
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """Rounds of managed layers; the stock metadata of all others."""
+        if self._planner is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
+        common = common_attn_metadata
+        rows = common.num_reqs
+        bounds = common.query_start_loc_cpu[: rows + 1].numpy().astype("int64")
+        counts = bounds[1:] - bounds[:-1]
+        starts = common.seq_lens[:rows].cpu().numpy().astype("int64") - counts
+        rounds = self._planner.plan(starts, counts, common.block_table_tensor[:rows])
+        reading = common.is_prefilling
+        LEDGER.note(starts, counts, rounds, None if reading is None else reading[:rows].cpu().numpy())
+        stock = [
+            None
+            if each.rows is not None
+            else self.stock(
+                common, each.query_start_loc, each.seq_lens, each.longest, each.block_table, each.slots
+            )
+            for each in rounds
+        ]
+        return Rounds(rounds, stock, common, self)
+
+    def stock(
+        self,
+        common: CommonAttentionMetadata,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        longest: int,
+        block_table: Tensor,
+        slots: Tensor,
+    ) -> Any:
+        """The stock metadata of one round, as if it were a step."""
+        bounds = query_start_loc.cpu()
+        step = common.replace(
+            num_reqs=seq_lens.shape[0],
+            num_actual_tokens=slots.shape[0],
+            max_query_len=int(bounds.diff().max()),
+            max_seq_len=longest,
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=bounds,
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=seq_lens.cpu(),
+            block_table_tensor=block_table,
+            slot_mapping=slots,
+            causal=True,
+            is_prefilling=None,
+            req_idx=None,
+            positions=None,
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
+        )
+        return super().build(0, step)  # type: ignore[misc]
+
+    def by_head(self) -> BoundedBuilder:
+        """This builder for rows of one request and one KV head.
+
+        Raises
+        ------
+        NotImplementedError
+            Where nobody has tried it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not serve heads of different length")
+
+
+class BoundedImpl:
+    """Mix-in of a layer's attention: evict, store, attend, record."""
+
+    #: Whether sequences may be rows of one KV head.
+    serves_ragged = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        deployment = ENGINE.of(get_current_vllm_config())
+        window = getattr(self, "sliding_window", -1)
+        managed = getattr(self, "attn_type", None) == AttentionType.DECODER and window in (-1, (-1, -1))
+        self._deployment = deployment if managed else None
+        if self._deployment is not None and self._deployment.policy.traits.ragged and not self.serves_ragged:
+            raise UnsupportedError(
+                f"kvkeep cannot serve {self._deployment.policy.name} on {type(self).__name__}",
+                [
+                    "heads of different length have been tried on CPU attention only: use a policy without them"
+                ],
+            )
+        self._pages: LayerPages | None = None
+        self._compaction: Compaction | None = None
+        self._heads: EqualHeads | UnequalHeads | None = None
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Nothing for managed layers: vLLM's slots are logical, ours are chosen in :meth:`forward`."""
+        if self._deployment is None:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a step, ``[tokens, heads, dim]`` in ``output``.
+
+        Raises
+        ------
+        RuntimeError
+            If a managed layer is given metadata of another builder: two plug-ins disagree.
+        """
+        stock = super()
+        if self._deployment is None or attn_metadata is None:
+            return stock.forward(  # type: ignore[misc,attr-defined]
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        if not isinstance(attn_metadata, Rounds):
+            raise RuntimeError(
+                f"kvkeep bounds {layer.layer_name}, but its step was prepared by "
+                f"{type(attn_metadata).__name__}: another plug-in replaced part of the attention back end. "
+                "Set VLLM_PLUGINS=kvkeep."
+            )
+        if self._pages is None or self._pages.cache is not kv_cache:
+            self._open(layer, kv_cache)
+        assert self._compaction is not None
+        assert self._pages is not None
+        for one, metadata in zip(attn_metadata.rounds, attn_metadata.stock, strict=True):
+            if one.cuts is not None:
+                LEDGER.peak = max(LEDGER.peak, self._compaction.evict(one.cuts))
+            whole = slice(one.slots.shape[0]) if one.tokens is None else one.tokens
+            queries, keys, values = query[whole], key[whole], value[whole]
+            result = output[whole]  # in place for all tokens, a copy for some
+            if one.rows is None:
+                stock.do_kv_cache_update(layer, keys, values, kv_cache, one.slots)  # type: ignore[misc]
+                stock.forward(layer, queries, keys, values, kv_cache, metadata, result)  # type: ignore[misc]
+            else:
+                self._attend_by_head(layer, queries, keys, values, result, one.rows, attn_metadata)
+            if one.tokens is not None:
+                output[one.tokens] = result
+            if one.record is not None:
+                tokens, blocks, places = one.record
+                self._pages.record(blocks, places, queries if tokens is None else queries[tokens])
+        return output
+
+    def _attend_by_head(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Rows, step: Rounds
+    ) -> None:
+        """The stock attention with one row per request and KV head: pages take the part of blocks."""
+        assert self._pages is not None
+        assert self._heads is not None
+        pages = self._pages
+        calls = HeadCalls.of(rows, self._heads.of(rows.blocks, rows.before, rows.fresh), pages.slots)
+        cache = pages.by_page()
+        metadata = step.builder.by_head().stock(
+            step.common, calls.query_start_loc, calls.seq_lens, calls.longest, calls.table, calls.slots
+        )
+        keys, values = calls.gather(key), calls.gather(value)
+        queries, result = calls.gather(query), calls.gather(output)
+        super().do_kv_cache_update(layer, keys, values, cache, calls.slots)  # type: ignore
+        super().forward(layer, queries, keys, values, cache, metadata, result)  # type: ignore
+        calls.scatter(result, output)
+
+    def _open(self, layer: Any, kv_cache: Tensor) -> None:
+        """Take over the cache of this layer."""
+        assert self._deployment is not None
+        slots, dim = kv_cache.shape[2], kv_cache.shape[3] // 2
+        heads, kv_heads = self.num_heads, kv_cache.shape[1]  # type: ignore[attr-defined]
+        update = super().do_kv_cache_update  # type: ignore[misc]
+        layout = Layout.learn(
+            lambda key, value, cache, at: update(layer, key, value, cache, at),
+            slots=slots,
+            dim=dim,
+            dtype=kv_cache.dtype,
+            device=kv_cache.device,
+        )
+        policy = self._deployment.policy
+        per_block = queries_per_block(slots, heads, kv_heads) if policy.traits.queries else 0
+        self._pages = LayerPages(kv_cache, layout, heads, per_block)
+        self._heads = (
+            UnequalHeads(self._pages, policy.buffer) if policy.traits.ragged else EqualHeads(self._pages)
+        )
+        factor = self.scale * math.sqrt(dim)  # type: ignore[attr-defined]
+        self._compaction = Compaction(
+            self._deployment.on(kv_cache.device),
+            extract_layer_index(layer.layer_name),
+            self._pages,
+            self._heads,
+            1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor,
+        )
+
+
+def narrowed(builder: Any, **sizes: int) -> Any:
+    """A copy of a builder that is told other numbers of heads."""
+    other = copy.copy(builder)
+    for name, size in sizes.items():
+        setattr(other, name, size)
+    return other

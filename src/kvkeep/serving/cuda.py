@@ -1,0 +1,60 @@
+"""Bounded caches on vLLM's FlashAttention, for ``--attention-backend CUSTOM``.
+
+Attention runs between the pieces of CUDA graphs (vLLM's piecewise mode): rounds and evictions change from
+step to step, so they stay outside, and the rest of a decode step stays inside.
+
+Written from vLLM's sources and run against a twin of its kernel on a CPU; nobody has run it on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from kvkeep.serving.bounded import BoundedBackend, BoundedBuilder, BoundedImpl
+
+
+class BoundedFlashImpl(BoundedImpl, FlashAttentionImpl):  # type: ignore[misc]
+    """FlashAttention of a layer."""
+
+
+class BoundedFlashBuilder(BoundedBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """What FlashAttention prepares once a step."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    @classmethod
+    def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
+        """Not inside graphs."""
+        return AttentionCGSupport.NEVER
+
+
+class BoundedFlashBackend(BoundedBackend, FlashAttentionBackend):  # type: ignore[misc]
+    """The FlashAttention back end that bounds full-attention layers where kvkeep is set."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that ``--attention-backend`` takes."""
+        return "CUSTOM"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Head-major blocks: the page of a block and a head in one piece."""
+        return (KVCacheLayout.LBHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[BoundedFlashImpl]:
+        """The attention of a layer."""
+        return BoundedFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[BoundedFlashBuilder]:
+        """What is prepared once a step."""
+        return BoundedFlashBuilder
