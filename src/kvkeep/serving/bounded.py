@@ -220,9 +220,7 @@ class BoundedImpl:
         if self._deployment is not None and self._deployment.policy.traits.ragged and not self.serves_ragged:
             raise UnsupportedError(
                 f"kvkeep cannot serve {self._deployment.policy.name} on {type(self).__name__}",
-                [
-                    "heads of different length have been tried on CPU attention only: use a policy without them"
-                ],
+                ["heads of different length have been tried on CPU attention only: use another policy"],
             )
         self._pages: LayerPages | None = None
         self._compaction: Compaction | None = None

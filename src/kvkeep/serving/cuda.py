@@ -28,6 +28,11 @@ class BoundedFlashImpl(BoundedImpl, FlashAttentionImpl):  # type: ignore[misc]
 class BoundedFlashBuilder(BoundedBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """What FlashAttention prepares once a step."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The plan of a kernel call is kept in one buffer for graphs, and a step may have several rounds.
+        self.use_full_cuda_graph = self.aot_schedule = False
+
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     @classmethod
