@@ -274,8 +274,8 @@ class BoundedImpl:
             queries, keys, values = query[whole], key[whole], value[whole]
             result = output[whole]  # in place for all tokens, a copy for some
             if one.rows is None:
-                stock.do_kv_cache_update(layer, keys, values, kv_cache, one.slots)  # type: ignore[misc]
-                stock.forward(layer, queries, keys, values, kv_cache, metadata, result)  # type: ignore[misc]
+                stock.do_kv_cache_update(layer, keys, values, kv_cache, one.slots)  # type: ignore
+                stock.forward(layer, queries, keys, values, kv_cache, metadata, result)  # type: ignore
             else:
                 self._attend_by_head(layer, queries, keys, values, result, one.rows, attn_metadata)
             if one.tokens is not None:
