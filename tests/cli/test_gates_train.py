@@ -159,6 +159,18 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert code == 0, said
 
 
+def test_gates_that_have_not_moved_are_called_so(tmp_path: Path) -> None:
+    code, said = run("--data", TASK, "--out", str(tmp_path / "open"))
+    assert code == 0, said
+    assert "move late" in said
+    assert "not learned to forget yet: 100% of what is above the memory" in said
+    moving = ("--bias", "0", "--rate", "5e-2", "--warmup", "0")
+    code, said = run("--data", TASK, "--out", str(tmp_path / "moved"), *moving)
+    assert code == 0, said
+    assert "move late" not in said
+    assert "not learned" not in said
+
+
 def test_no_text_is_longer_than_the_model_reads(tmp_path: Path) -> None:
     data, recipe = tmp_path / "a.txt", Recipe(memory=8, row=64)
     data.write_text("r1 " * 500)

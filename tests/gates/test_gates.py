@@ -188,3 +188,9 @@ class TestMistakes:
             GateShape.of(spec, "rg", tied=True)
         with pytest.raises(ConfigError, match="architecture 'rg2' is none of"):
             GateShape.of(spec, "rg2")  # type: ignore[arg-type]
+
+
+def test_the_folder_of_a_training_that_is_not_done(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").touch()
+    with pytest.raises(DataFileError, match=r"has not come to its end: .* --resume"):
+        kv_gates.load(tmp_path)

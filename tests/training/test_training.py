@@ -13,9 +13,10 @@ import torch
 
 from kvkeep.core.errors import ConfigError, DataFileError, KvkeepError, UnsupportedError
 from kvkeep.engine.attention import attention_name
+from kvkeep.gates.files import CHECKPOINT
 from kvkeep.testing.models import FAMILIES, tiny_model
 from kvkeep.training import Document, Documents, Progress, Recipe, Trainer, train, training
-from kvkeep.training.checkpoint import CHECKPOINT, LOG, read_checkpoint
+from kvkeep.training.checkpoint import LOG, read_checkpoint
 
 RECIPE = Recipe(
     memory=4, row=24, rows=2, accumulate=2, steps=4, warmup=1, rate=5e-2, bias=2.0, width=8, block=16

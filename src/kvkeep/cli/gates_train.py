@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,6 @@ from kvkeep.core.errors import ConfigError, KvkeepError
 if TYPE_CHECKING:
     from kvkeep.training import Progress, Trainer
 
-CARD = "README.md"
 _HELD_OUT_BATCHES = 8
 
 
@@ -43,7 +41,9 @@ def train(
     rows: Annotated[int, typer.Option(help="Rows in one forward.")] = 1,
     accumulate: Annotated[int, typer.Option(help="Forwards in one step.")] = 4,
     rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 2e-4,
-    warmup: Annotated[int, typer.Option(help="Steps in which the rate rises.")] = 100,
+    warmup: Annotated[
+        int | None, typer.Option(help="Steps in which the rate rises [100, or a tenth of fewer than 1,000].")
+    ] = None,
     bias: Annotated[float, typer.Option(help="Where the gates start: 18 keeps everything.")] = 18.0,
     kl: Annotated[float, typer.Option(help="Weight of the distance to the full cache.")] = 1.0,
     next_token: Annotated[float, typer.Option(help="Weight of the next-token loss.")] = 1.0,
@@ -92,6 +92,7 @@ def train(
     from kvkeep.cli import loading, report
     from kvkeep.cli.gates_data import choose, documents
     from kvkeep.cli.gates_measured import evicting
+    from kvkeep.cli.gates_words import CARD, card, plan, summary
     from kvkeep.engine.spec import model_spec
     from kvkeep.evaluation.identity import weights_sha256
     from kvkeep.gates import save
@@ -133,7 +134,7 @@ def train(
     facts["evicting"] = evicting(loaded.model, policy, gates, held_out, recipe.memory)
     save(gates, out / FILE, base_sha256=base, training=facts)
     (out / CARD).write_text(card(facts, base, policy), encoding="utf-8")
-    typer.echo(report.as_json(facts) if as_json else "\n".join(_summary(facts, out, policy)))
+    typer.echo(report.as_json(facts) if as_json else "\n".join(summary(facts, out, policy)))
 
 
 def require_free(out: Path, resume: bool) -> None:
@@ -144,8 +145,9 @@ def require_free(out: Path, resume: bool) -> None:
     ConfigError
         Naming what is there.
     """
-    from kvkeep.gates.files import FILE
-    from kvkeep.training.checkpoint import CHECKPOINT, LOG
+    from kvkeep.cli.gates_words import CARD
+    from kvkeep.gates.files import CHECKPOINT, FILE
+    from kvkeep.training.checkpoint import LOG
 
     here = next(place for place in (out, *out.absolute().parents) if place.exists())
     if not here.is_dir():
@@ -166,7 +168,7 @@ def require_free(out: Path, resume: bool) -> None:
 def _say_how_to_go_on(trainer: Trainer, out: Path) -> None:
     """After an interrupt: what is left of the work."""
     from kvkeep.cli import report
-    from kvkeep.training.checkpoint import CHECKPOINT
+    from kvkeep.gates.files import CHECKPOINT
 
     if (out / CHECKPOINT).exists():
         report.note(
@@ -174,22 +176,6 @@ def _say_how_to_go_on(trainer: Trainer, out: Path) -> None:
         )
     else:
         report.note(f"step {trainer.step} of {trainer.recipe.steps}, before the first checkpoint.")
-
-
-def plan(trainer: Trainer, data: str, model: str) -> str:
-    """What will be trained, with everything that followed from the one dial."""
-    recipe, shape = trainer.recipe, trainer.student.gates.shape
-    parameters = sum(weight.numel() for weight in trainer.student.gates.parameters())
-    tied = "tied" if shape.tied else "untied"
-    per_step = recipe.row * recipe.rows * recipe.accumulate * trainer.accelerator.num_processes
-    where = "per KV head" if recipe.limit == "local" else "per KV head on average over the model"
-    return (
-        f"{model}: gates {shape.architecture} ({tied}{', scalar' if shape.scalar else ''}, width "
-        f"{shape.width}, {parameters:,} parameters) on {len(shape.layers)} layers of {shape.kv_heads} KV "
-        "heads.\n"
-        f"Memory {recipe.memory:g} entries {where}; {data}; {recipe.steps} steps of {per_step:,} tokens "
-        f"in rows of {recipe.row}; rate {recipe.rate:g}, {recipe.warmup} steps of warm-up."
-    )
 
 
 def _lines(steps: int) -> Any:
@@ -203,51 +189,3 @@ def _lines(steps: int) -> Any:
             report.note(progress.line)
 
     return show
-
-
-def _summary(facts: dict[str, Any], out: Path, policy: str) -> list[str]:
-    from kvkeep.gates.files import FILE
-
-    held = facts["held_out"]
-    lines = [
-        f"{out / FILE}: {facts['step']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s.",
-        f"Held out: KL to the full cache {held['kl']:.4g}, next token {held['next_token']:.4g} nats (full "
-        f"cache {held['full']:.4g}), {held['alive']:.0f} entries per head alive at the end of a document.",
-        f"Use them: kvkeep generate --model {facts['model']} --policy {policy} --gates {out}",
-    ]
-    if facts["evicting"] is not None:
-        lines.insert(2, f"With evictions: {_evicting(facts['evicting'])}.")
-    return lines
-
-
-def _evicting(found: dict[str, Any]) -> str:
-    """What was measured with real evictions, in words."""
-    mine, full = found["evicting"], found["full"]
-    return (
-        f"{mine['nats']:.4g} nats per token at a mean cache of {mine['mean_cache']:.1f} entries (full cache "
-        f"{full['nats']:.4g} at {full['mean_cache']:.1f}; budget {found['budget']}, buffer "
-        f"{found['buffer']}, {found['texts']} held-out texts of {found['tokens']} tokens)"
-    )
-
-
-def card(facts: dict[str, Any], base: str, policy: str) -> str:
-    """A model card: what the gates are, from what, and what was measured."""
-    held, recipe = facts["held_out"], facts["recipe"]
-    alive = "entries per head alive at the end of a document"
-    rows = {
-        "made for": f"{facts['model']}, weights with SHA-256 `{base}` (the same after the training)",
-        "data": facts["data"],
-        "steps, tokens, seconds": f"{facts['step']}, {facts['tokens']:,}, {facts['seconds']:.0f}",
-        "KL to the full cache, held out": f"{held['kl']:.4g} nats",
-        "next-token loss, held out": f"{held['next_token']:.4g} nats (full cache {held['full']:.4g})",
-        alive: f"{held['alive']:.1f} (memory {recipe['memory']:g})",
-    }
-    if facts["evicting"] is not None:
-        rows["with real evictions"] = _evicting(facts["evicting"])
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return (
-        f"# Retention gates for {facts['model']}\n\nFor the policy `{policy}` of kvkeep. Losses are those of "
-        "the fading attention of training, in which nothing is evicted, unless a line says otherwise."
-        "\n\n| | |\n|---|---|\n"
-        f"{table}\n\nRecipe:\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n"
-    )

@@ -179,5 +179,6 @@ def require_gates(policy: Policy, given: Path | None) -> None:
     """
     if policy.traits.log_retention and given is None:
         raise ConfigError(
-            f"{policy.name} needs retention gates that were trained for this model: add --gates FILE."
+            f"{policy.name} needs retention gates that were trained for this model: add --gates FILE "
+            "(`kvkeep gates train` makes them)."
         )

@@ -20,8 +20,8 @@ from kvkeep.gates.published import read_published
 from kvkeep.gates.shape import GateShape
 
 _KIND = "gates"
-#: Name of the gates in the folder of their training.
-FILE = "gates.safetensors"
+#: Names of the gates in the folder of their training, and of what is there before they are done.
+FILE, CHECKPOINT = "gates.safetensors", "checkpoint.pt"
 _FORMAT = 1
 
 
@@ -83,6 +83,11 @@ def load(
     place, base = Path(path), None
     if (place / FILE).is_file():  # a folder that `kvkeep gates train` wrote
         place = place / FILE
+    elif (place / CHECKPOINT).is_file():
+        raise DataFileError(
+            f"{path} holds a training of gates that has not come to its end: go on with the command that "
+            "began it, and --resume."
+        )
     published = read_published(place, spec) if is_published(place) else None
     try:
         if published is None:

@@ -11,8 +11,9 @@ import torch
 
 from kvkeep.core.errors import ConfigError, DataFileError
 from kvkeep.core.files import atomic_path
+from kvkeep.gates.files import CHECKPOINT
 
-CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
+LOG = "log.jsonl"
 _PARTS = {"gates", "optimizer", "progress", "recipe", "data", "base"}
 
 

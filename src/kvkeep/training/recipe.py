@@ -39,7 +39,8 @@ class Recipe:
     accumulate
         Forwards of each process in one step.
     rate, least_rate, warmup, weight_decay
-        AdamW: the rate rises over ``warmup`` steps, then falls along half a cosine to this share of itself.
+        AdamW: the rate rises over ``warmup`` steps (``None``: 100 as published, or a tenth of the steps if
+        they are fewer than 1,000), then falls along half a cosine to this share of itself.
     clip
         Norm to which gradients are cut.
     kl, next_token, capacity
@@ -75,7 +76,7 @@ class Recipe:
     accumulate: int = 4
     rate: float = 2e-4
     least_rate: float = 0.1
-    warmup: int = 100
+    warmup: int | None = None
     weight_decay: float = 1e-6
     clip: float = 1.0
     kl: float = 1.0
@@ -116,6 +117,11 @@ class Recipe:
             return self.scope
         return "local" if self.architecture == "rg" else "global"
 
+    @property
+    def rising(self) -> int:
+        """Steps of warm-up, with ``None`` resolved."""
+        return min(100, self.steps // 10) if self.warmup is None else self.warmup
+
     def shape(self, spec: ModelSpec) -> GateShape:
         """The gates to train for a model."""
         width = min(512, spec.config.hidden_size) if self.width is None else self.width
@@ -123,11 +129,11 @@ class Recipe:
 
     def rate_at(self, step: int) -> float:
         """Learning rate of a step: a linear start, then half a cosine."""
-        if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(self.steps - self.warmup, 1)
+        if step < self.rising:
+            return self.rate * (step + 1) / self.rising
+        done = (step - self.rising) / max(self.steps - self.rising, 1)
         return self.rate * (self.least_rate + (1 - self.least_rate) * 0.5 * (1 + math.cos(math.pi * done)))
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready settings."""
-        return dataclasses.asdict(self) | {"scope": self.limit}
+        return dataclasses.asdict(self) | {"scope": self.limit, "warmup": self.rising}

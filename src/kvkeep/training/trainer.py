@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from kvkeep.core.errors import KvkeepError
-from kvkeep.training.checkpoint import CHECKPOINT, LOG, cut_log, read_checkpoint, write_checkpoint
+from kvkeep.gates.files import CHECKPOINT
+from kvkeep.training.checkpoint import LOG, cut_log, read_checkpoint, write_checkpoint
 from kvkeep.training.documents import Documents
 from kvkeep.training.recipe import Recipe
 from kvkeep.training.student import Student, Terms
