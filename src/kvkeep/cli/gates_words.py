@@ -60,8 +60,9 @@ def summary(facts: dict[str, Any], out: Path, policy: str) -> list[str]:
     if facts["recipe"]["capacity"] > 0 and held["capacity"] > _UNTRAINED:
         lines.insert(
             2,
-            f"They have not learned to forget yet: {min(held['capacity'], 1):.0%} of what is above the memory is "
-            "still alive. Take more --steps, a larger --rate, or a start that is less open (--bias 6).",
+            f"They have not learned to forget yet: {min(held['capacity'], 1):.0%} of what is above the "
+            "memory is still alive. Take more --steps, a larger --rate, or a start that is "
+            "less open (--bias 6).",
         )
     return lines
 
