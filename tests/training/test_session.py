@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,24 @@ class TestTheModelIsLeftAsItWas:
         before = torch.get_rng_state()
         gradients(tiny_model("llama"))
         assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestRefusals:
+    """A model that reads on as ever would train gates on nothing, and all losses would look well."""
+
+    def test_attention_that_cannot_be_chosen_by_name(self) -> None:
+        config = transformers.FalconConfig(
+            vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, bos_token_id=None
+        )
+        with pytest.raises(UnsupportedError, match="does not choose its attention function by name"):
+            gradients(transformers.FalconForCausalLM(config).eval())
+
+    def test_a_layer_that_attends_by_itself(self) -> None:
+        model = tiny_model("llama")
+        attention = model.model.layers[1].self_attn
+        attention.config = copy.deepcopy(model.config)  # what the model is told does not reach it
+        with pytest.raises(UnsupportedError, match=r"layers \[1\] do not attend through"):
+            gradients(model)
 
 
 class TestCheckpointing:

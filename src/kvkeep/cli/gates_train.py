@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.training import Progress, Trainer
 
 _HELD_OUT_BATCHES = 8
+_QUIET = 60.0  # seconds between two lines at most
 
 
 def train(
@@ -130,7 +133,9 @@ def train(
             "held_out": {name: round(value, 6) + 0.0 for name, value in measured.items()},
         }
         gates = trainer.student.gates
-    # The model attends as before again, and real evictions are possible.
+    # The model attends as before again, and real evictions are possible. What they show is worth less than
+    # the gates: those are safe before it is measured.
+    save(gates, out / FILE, base_sha256=base, training=facts)
     facts["evicting"] = evicting(loaded.model, policy, gates, held_out, recipe.memory)
     save(gates, out / FILE, base_sha256=base, training=facts)
     (out / CARD).write_text(card(facts, base, policy), encoding="utf-8")
@@ -179,13 +184,15 @@ def _say_how_to_go_on(trainer: Trainer, out: Path) -> None:
 
 
 def _lines(steps: int) -> Any:
-    """Report a line for about every hundredth step."""
+    """Report the first step of a run, the last, about every hundredth, and one a minute at least."""
     from kvkeep.cli import report
 
-    every = max(1, steps // 100)
+    every, said = max(1, steps // 100), -math.inf
 
     def show(progress: Progress) -> None:
-        if progress.step % every == 0 or progress.step in (1, steps):
+        nonlocal said
+        if progress.step % every == 0 or progress.step == steps or time.monotonic() - said > _QUIET:
             report.note(progress.line)
+            said = time.monotonic()
 
     return show

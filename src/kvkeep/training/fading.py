@@ -41,16 +41,20 @@ class Tape:
         ``None`` reads with everything kept: the teacher.
     log_betas
         What the gates said, by layer.
+    attended
+        Layers that attended through here.
     """
 
     packing: Packing | None = None
     gates: RetentionGates | None = None
     log_betas: dict[int, Tensor] = field(default_factory=dict)
+    attended: set[int] = field(default_factory=set)
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def begin(self, packing: Packing, gates: RetentionGates | None) -> None:
         """Prepare for the next forward."""
         self.packing, self.gates, self.log_betas, self._masks = packing, gates, {}, {}
+        self.attended = set()
 
     def listen(self, layer: int, hidden: Tensor) -> Tensor | None:
         """Log beta of a layer that has a gate, else ``None``."""
@@ -78,7 +82,8 @@ def fading(model: PreTrainedModel, spec: ModelSpec) -> Iterator[Tape]:
     Raises
     ------
     UnsupportedError
-        If its attention modules cannot be told apart, or take no further arguments.
+        If its attention modules cannot be told apart, take no further arguments, or attend in a way of
+        their own.
     """
     reasons = tap_reasons(model, spec)
     layers = {layer.index: layer.window for layer in spec.layers}
@@ -86,6 +91,8 @@ def fading(model: PreTrainedModel, spec: ModelSpec) -> Iterator[Tape]:
     reasons += [
         f"layer {index} has no single attention module" for index in layers if len(found.get(index, ())) != 1
     ]
+    if not model._can_set_attn_implementation():
+        reasons.append("it does not choose its attention function by name: its entries would not fade")
     if reasons:
         raise UnsupportedError(f"gates cannot be trained on {type(model).__name__}", reasons)
     if _NAME not in ALL_ATTENTION_FUNCTIONS:
@@ -124,6 +131,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention function: packed documents; fading entries where the layer has a gate."""
     tape, window, log_beta = kwargs[_ARGUMENT]
+    tape.attended.add(module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if log_beta is None:
         mask = tape.mask(window, query.device)

@@ -65,6 +65,7 @@ def training(
             student = Student(gates, recipe, reader)
             mine = reader.logits(ids)
             require_plain(model, mine, theirs)
+            _require_attended(model, tape.attended, {layer.index for layer in spec.layers})
             trainer = Trainer(student, documents, recipe, accelerator, base)
             if not recipe.checkpointing:
                 yield trainer
@@ -72,6 +73,15 @@ def training(
             with recomputing(model):
                 _require_same(model, reader.logits(ids), mine)
                 yield trainer
+
+
+def _require_attended(model: PreTrainedModel, found: set[int], all_layers: set[int]) -> None:
+    """Refuse a model with layers that would go on as ever: nothing fades, and no loss would show it."""
+    if missing := sorted(all_layers - found):
+        raise UnsupportedError(
+            f"gates cannot be trained on {type(model).__name__}",
+            [f"layers {missing} do not attend through the function that transformers lets one choose"],
+        )
 
 
 def _require_same(model: PreTrainedModel, twice: Tensor, once: Tensor) -> None:
