@@ -28,7 +28,7 @@ def compare(
         list[str] | None,
         typer.Option(
             help="A difference to accept: task, problems, prompt, sampling, draws, seeds, grader, model, "
-            "versions, missing, cache. Repeatable."
+            "engine, versions, missing, cache. Repeatable."
         ),
     ] = None,
     on: Annotated[

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvkeep.cli.options import require_calibration, require_gates
+from kvkeep.core.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
+    from kvkeep.cli.loading import Loaded
     from kvkeep.core.policy import Policy
     from kvkeep.evaluation.generator import ModelGenerator
+    from kvkeep.evaluation.prompts import PromptTemplate
     from kvkeep.evaluation.sampling import Sampling
     from kvkeep.evaluation.tasks.base import Task
+    from kvkeep.evaluation.vllm_generator import VllmGenerator
+
+ENGINES = ("transformers", "vllm")
 
 TaskText = Annotated[
     str, typer.Option("--task", help="A task, with settings in brackets: 'needle(length=4096)'.")
@@ -56,6 +62,20 @@ TaskPromptMode = Annotated[
         help="counts: prompt entries count towards the budget. kept: they stay on top [the task's own].",
     ),
 ]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="transformers, or vllm with kvkeep's plug-in: same prompts, same draws, same logs "
+        '(pip install "kvkeep[vllm]").'
+    ),
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-option",
+        help="key=value: an argument of vllm.LLM, for example max_num_seqs=64. Repeatable.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
 
 
@@ -75,6 +95,8 @@ class Setup:
         Sampling and template by name, and single settings.
     calibration, gates, prefill_chunk, dtype, attention, device, threads
         As for ``kvkeep generate``.
+    engine, engine_options
+        Who writes the samples, and arguments of that engine.
     """
 
     task: str
@@ -92,8 +114,11 @@ class Setup:
     attention: str = "sdpa"
     device: str = "auto"
     threads: int | None = None
+    engine: str = "transformers"
+    engine_options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
+        check_engine(self)
         require_calibration(self.policy, self.calibration)
         require_gates(self.policy, self.gates)
 
@@ -119,21 +144,84 @@ class Setup:
         return facts
 
 
-def make_generator(setup: Setup) -> ModelGenerator:
-    """Load the model."""
+def check_engine(setup: Setup) -> None:
+    """Refuse settings that the engine cannot follow, before anything is loaded.
+
+    Raises
+    ------
+    UnknownNameError
+        If there is no such engine.
+    ConfigError
+        Naming the first setting that does not fit.
+    """
+    if setup.engine not in ENGINES:
+        raise UnknownNameError("engine", setup.engine, ENGINES)
+    if setup.engine == "transformers":
+        if setup.engine_options:
+            raise ConfigError("--engine-option is for --engine vllm: leave it out.")
+        return
+    unused = {
+        "--gates": setup.gates is not None,
+        "--prefill-chunk": setup.prefill_chunk is not None,
+        "--attention": setup.attention != "sdpa",
+        "--device": setup.device != "auto",
+        "--threads": setup.threads is not None,
+    }
+    for flag, given in unused.items():
+        if given:
+            raise ConfigError(
+                f"{flag} has no meaning for --engine vllm{_INSTEAD.get(flag, '')}: leave it out."
+            )
+
+
+_INSTEAD = {
+    "--threads": ", which takes the variable OMP_NUM_THREADS",
+    "--prefill-chunk": ", which takes --engine-option max_num_batched_tokens=N",
+}
+
+
+def read_engine_options(given: list[str] | None) -> tuple[tuple[str, Any], ...]:
+    """Arguments of the engine from ``key=value``.
+
+    Raises
+    ------
+    ConfigError
+        If one cannot be read.
+    """
+    from kvkeep.policies.text import read_value
+
+    read = {}
+    for setting in given or []:
+        key, equals, value = setting.partition("=")
+        if not (equals and key.strip() and value.strip()):
+            raise ConfigError(
+                f"cannot read --engine-option {setting!r}: write key=value, for example max_num_seqs=64."
+            )
+        read[key.strip().replace("-", "_")] = read_value(value.strip())
+    return tuple(sorted(read.items()))
+
+
+def make_generator(setup: Setup) -> ModelGenerator | VllmGenerator:
+    """Load the model, or what is needed to have vLLM load it."""
     from kvkeep.cli import loading
     from kvkeep.evaluation.generator import ModelGenerator
     from kvkeep.evaluation.prompts import prompt_template
 
+    if setup.engine == "vllm":
+        from kvkeep.serving.offline import prepare
+
+        prepare()  # a missing package is told before weights are read
     task = setup.make_task()
     sampling, template = setup.sampling(task), prompt_template(setup.prompt or task.template)
     loaded = loading.load_model(
         setup.model,
         dtype=setup.dtype,
         attention=setup.attention,
-        device=setup.device,
+        device="cpu" if setup.engine == "vllm" else setup.device,
         threads=setup.threads,
     )
+    if setup.engine == "vllm":
+        return _vllm_generator(setup, loaded, template, sampling)
     return ModelGenerator(
         loaded.model,
         loaded.tokenizer,
@@ -144,4 +232,32 @@ def make_generator(setup: Setup) -> ModelGenerator:
         calibration=loading.load_calibration(setup.calibration, loaded),
         gates=loading.load_gates(setup.gates, loaded),
         prefill_chunk=setup.prefill_chunk,
+    )
+
+
+def _vllm_generator(
+    setup: Setup, loaded: Loaded, template: PromptTemplate, sampling: Sampling
+) -> VllmGenerator:
+    """Take from the model what decides a result in any engine, and let go of it."""
+    from kvkeep.cli import loading
+    from kvkeep.engine.spec import model_spec
+    from kvkeep.evaluation.generator import end_tokens
+    from kvkeep.evaluation.identity import weights_sha256
+    from kvkeep.evaluation.vllm_generator import VllmGenerator
+
+    statistics = loading.load_calibration(setup.calibration, loaded)
+    return VllmGenerator(
+        setup.model,
+        loaded.tokenizer,
+        name=setup.model_name,
+        weights_sha256=weights_sha256(loaded.model),
+        max_positions=model_spec(loaded.model.config).max_positions,
+        end_tokens=end_tokens(loaded.model, loaded.tokenizer),
+        policy=setup.policy,
+        template=template,
+        sampling=sampling,
+        calibration=setup.calibration,
+        calibration_sha256=None if statistics is None else str(statistics.sha256),
+        dtype=setup.dtype,
+        options=dict(setup.engine_options),
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,17 +13,14 @@ import typer
 
 from kvkeep.cli import eval_setup as flags
 from kvkeep.cli import options as opt
+from kvkeep.cli.progress import progress
 from kvkeep.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvkeep.evaluation.report.summary import Summary
-    from kvkeep.evaluation.runner import Progress
     from kvkeep.evaluation.tasks.base import Task
 
 app = typer.Typer(help="Run a task under a policy, and log every sample.", invoke_without_command=True)
-
-# Lines of progress where there is no terminal.
-_NOTE_SECONDS = 30.0
 
 
 @app.callback()
@@ -60,6 +56,8 @@ def evaluate(
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Spread the samples over a Ray cluster.")] = False,
     workers: Annotated[int | None, typer.Option(help="Ray workers, one model each [one a GPU].")] = None,
+    engine: flags.Engine = "transformers",
+    engine_option: flags.EngineOptions = None,
     threads: opt.Threads = None,
     dtype: opt.Dtype = "float32",
     attention: opt.Attention = "sdpa",
@@ -90,6 +88,8 @@ def evaluate(
         attention=attention,
         device=device,
         threads=threads,
+        engine=engine,
+        engine_options=flags.read_engine_options(engine_option),
     )
     from kvkeep.cli import report
     from kvkeep.evaluation import runner
@@ -208,6 +208,8 @@ def writing(setup: flags.Setup, *, ray: bool, workers: int | None) -> Iterator[t
 
     if workers is not None and not ray:
         raise ConfigError("--workers counts Ray workers: add --ray.")
+    if ray and setup.engine != "transformers":
+        raise ConfigError(f"--ray is for --engine transformers: {setup.engine} has workers of its own.")
     with report.waiting(f"loading {setup.model_name}"):
         if not ray:
             local = flags.make_generator(setup)
@@ -220,54 +222,6 @@ def writing(setup: flags.Setup, *, ray: bool, workers: int | None) -> Iterator[t
 
     with RayGenerator(partial(flags.make_generator, setup), workers=workers) as spread:
         yield spread, spread.write
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[Progress], None]]:
-    """Samples done, accuracy so far, rate and time left: a bar on a terminal, else a line now and then."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Bar
-
-    if sys.stderr.isatty():
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-            line = bar.add_task("", total=None)
-            yield lambda now: bar.update(line, completed=now.done, total=now.total, description=in_words(now))
-        return
-    last = time.monotonic()
-
-    def note(now: Progress) -> None:
-        nonlocal last
-        if time.monotonic() - last > _NOTE_SECONDS:
-            last = time.monotonic()
-            typer.echo(f"{now.done}/{now.total} samples, {in_words(now)}, {time_left(now)} left", err=True)
-
-    yield note
-
-
-def in_words(now: Progress) -> str:
-    """Accuracy or score so far, and speed."""
-    speed = now.tokens / max(now.seconds, 1e-9)
-    return f"{now.metric} {100 * now.credit / now.done:.1f} %, {speed:.0f} tokens/s"
-
-
-def time_left(now: Progress) -> str:
-    """Rough, from this session's rate."""
-    seconds = now.seconds / max(now.fresh, 1) * (now.total - now.done)
-    return f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.0f} min"
 
 
 def show_summary(summary: Summary, out: Path) -> None:

@@ -104,14 +104,18 @@ def request_of(target: Run, policy: Policy, calibration: Path | None, gates: Pat
         raise DataFileError(
             f"run {target.header.run!r} does not say how it was made: match a run of `kvkeep eval`."
         )
-    overrides = tuple((name, value) for name, value in request.pop("overrides"))
-    return Setup(**request, overrides=overrides, policy=policy, calibration=calibration, gates=gates)
+    # JSON has no tuples; logs older than an option do not name it.
+    pairs = {
+        name: tuple((key, value) for key, value in request.get(name, ()))
+        for name in ("overrides", "engine_options")
+    }
+    return Setup(**{**request, **pairs}, policy=policy, calibration=calibration, gates=gates)
 
 
 def measuring(setup: Setup, target: Run, out: Path, batch_size: int | None) -> Callable[[int], Run]:
     """Run the policy at a budget on the problems of the reference; the model is loaded once."""
     from kvkeep.cli import eval_setup, report
-    from kvkeep.cli.evaluate import progress
+    from kvkeep.cli.progress import progress
     from kvkeep.evaluation.runner import Plan, evaluate
     from kvkeep.evaluation.tasks.registry import task_class
 

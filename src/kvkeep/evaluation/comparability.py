@@ -21,6 +21,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "seeds": ("seeds",),
     "grader": ("grader", "grader_version"),
     "model": ("model", "model_sha256"),
+    "engine": ("engine",),
     "versions": ("versions",),
 }
 ALLOWABLE = (*SETTINGS, "missing", "cache")

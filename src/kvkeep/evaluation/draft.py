@@ -59,6 +59,11 @@ def draft(
         for header in headers
         if header.split != "dev"
     ]
+    reasons += [
+        f"run {header.run!r} was written by {header.engine}: studies are carried out with transformers"
+        for header in headers
+        if header.engine != "transformers"
+    ]
     # Cells may differ in task and model; the two arms of a cell may not.
     across = [name for name in SETTINGS if name not in ("sampling", "draws", "seeds")]
     for pair in pairs:

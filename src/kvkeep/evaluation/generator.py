@@ -15,8 +15,9 @@ from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.spec import model_spec
+from kvkeep.evaluation.asking import as_text, encode, header_facts
 from kvkeep.evaluation.decoding import Written, decode
-from kvkeep.evaluation.identity import plain, weights_sha256
+from kvkeep.evaluation.identity import weights_sha256
 from kvkeep.evaluation.prompts import PromptTemplate
 from kvkeep.evaluation.sampling import Sampler, Sampling
 from kvkeep.evaluation.tasks.base import Problem
@@ -172,33 +173,20 @@ class ModelGenerator:
     def facts(self) -> dict[str, Any]:
         if self._weights is None:
             self._weights = weights_sha256(self.model)
-        amount = self.policy.amount
-        budget = {"entries": amount.entries, "prompt": amount.prompt} if self.policy.bounded else {}
-        return {
-            "policy": self.policy.name,
-            "policy_options": plain(self.policy.options()),
-            "budget": budget,
-            "model": self.name,
-            "model_sha256": self._weights,
-            "prompt_sha256": self.template.fingerprint(self.tokenizer),
-            "sampling": self.sampling.as_dict(),
-            "calibration_sha256": self._calibration_sha256(),
-            "gates_sha256": self._gates_sha256(),
-            "extra": {
-                "prompt": self.template.name,
+        return header_facts(
+            name=self.name,
+            weights_sha256=self._weights,
+            policy=self.policy,
+            template=self.template,
+            tokenizer=self.tokenizer,
+            sampling=self.sampling,
+            calibration_sha256=None if self.calibration is None else str(self.calibration.sha256),
+            gates_sha256=None if self.gates is None else str(self.gates.sha256),
+            extra={
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "prefill_chunk": self.prefill_chunk,
-                "draws_differ_by": "sampling" if not self.sampling.greedy else "policy",
             },
-        }
-
-    def _calibration_sha256(self) -> str | None:
-        reads = self.policy.traits.calibration and self.calibration is not None
-        return str(self.calibration.sha256) if reads else None
-
-    def _gates_sha256(self) -> str | None:
-        reads = self.policy.traits.log_retention and self.gates is not None
-        return str(self.gates.sha256) if reads else None
+        )
 
     def generate(self, jobs: Sequence[Job]) -> Iterator[Completion]:
         prompts = [self._encode(self.template.render(job.problem.question, self.tokenizer)) for job in jobs]
@@ -232,10 +220,7 @@ class ModelGenerator:
         trace = written.trace
         return Completion(
             job=job,
-            # Cleaning up would drop the space before a question mark, a word in some vocabularies.
-            text=self.tokenizer.decode(
-                written.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            ),
+            text=as_text(written.tokens, self.tokenizer),
             tokens=written.tokens,
             ended=written.ended,
             prompt_tokens=prompt_tokens,
@@ -250,8 +235,7 @@ class ModelGenerator:
         )
 
     def _encode(self, text: str) -> list[int]:
-        # A chat template writes the special tokens itself.
-        return list(self.tokenizer(text, add_special_tokens=not self.template.chat)["input_ids"])
+        return encode(text, self.template, self.tokenizer)
 
     def _padding(self) -> int:
         padding = self.tokenizer.pad_token_id

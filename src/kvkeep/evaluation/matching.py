@@ -170,7 +170,7 @@ def _check_run(result: Measured, reference: Measured | None = None) -> None:
             f"run {result.header.run!r} is on {result.header.split!r} problems: budgets are matched on dev"
         )
     if isinstance(reference, Run):
-        for name in ("task_sha256", "ids_sha256", "draws", "model_sha256", "sampling"):
+        for name in ("task_sha256", "ids_sha256", "draws", "model_sha256", "sampling", "engine"):
             ours, theirs = getattr(result.header, name), getattr(reference.header, name)
             if ours != theirs:
                 reasons.append(f"{name} is {ours!r} here and {theirs!r} in the reference")

@@ -159,6 +159,8 @@ class RunHeader(_Plain):
         The request: ``{"entries": 68, "prompt": "counts", ...}``.
     model, model_sha256
         Name and hash of the weights.
+    engine
+        Who wrote the texts: ``"transformers"`` or ``"vllm"``.
     versions, hardware
         Software by name; machine in words.
     command
@@ -194,6 +196,7 @@ class RunHeader(_Plain):
     model: str
     model_sha256: str
     split_rule: str = "md5-mod5"
+    engine: str = "transformers"
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Mapping[str, Any] = field(default_factory=dict)
     command: Iterable[str] = ()

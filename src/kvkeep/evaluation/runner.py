@@ -187,6 +187,7 @@ def make_header(
     facts = generator.facts()
     grader = task.grader_facts()
     extra = {"git": git_revision(), "grader": grader, "metric": task.metric, **facts.pop("extra", {})}
+    software = versions() | facts.pop("versions", {})
     return RunHeader(
         run=name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -200,7 +201,7 @@ def make_header(
         seeds=plan.seeds,
         grader=grader["name"],
         grader_version=grader["version"],
-        versions=versions(),
+        versions=software,
         hardware=hardware(),
         command=command,
         extra=extra,

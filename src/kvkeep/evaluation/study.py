@@ -211,6 +211,7 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmNa
         "grader_version": task.grader_version,
         "sampling": dict(study.sampling),
         "draws": study.draws,
+        "engine": "transformers",  # no study names another one
     }
     reasons = [
         f"{name}: {field} is {getattr(header, field)!r} and was registered as {value!r}"

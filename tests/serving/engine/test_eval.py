@@ -1,0 +1,114 @@
+"""`kvkeep eval --engine vllm` as a user types it, on the built-in reasoner, beside transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+vllm = pytest.importorskip("vllm", reason="runs in the environment of `make test-vllm`")
+
+from kvkeep.cli.app import app  # noqa: E402
+from kvkeep.evaluation.comparison import compare  # noqa: E402
+from kvkeep.evaluation.records import Run  # noqa: E402
+from kvkeep.evaluation.runlog import read_log  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own are not ours to mend
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+COMMON = ("eval", "--limit", "20", "--batch-size", "20", "--buffer", "32")
+VLLM = ("--engine", "vllm")
+# More than any prompt and answer have together: nothing is ever evicted.
+AMPLE = ("--policy", "snapkv", "--budget", "800", "--prompt-mode", "counts", "--temperature", "0")
+# Both engines evict at the same steps here.
+TIGHT = ("--policy", "keydiff", "--budget", "320", "--prompt-mode", "counts", "--prefill", "defer")
+
+Answer = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    """Run the command, each set of arguments once."""
+    known: dict[tuple[str, ...], Run] = {}
+
+    def run(*arguments: str) -> Run:
+        if arguments not in known:
+            place = tmp_path_factory.mktemp("run")
+            done = CliRunner().invoke(app, [*COMMON, *arguments, "--out", str(place)])
+            assert done.exit_code == 0, done.output
+            known[arguments] = read_log(place).run
+        return known[arguments]
+
+    return run
+
+
+def texts(run: Run) -> dict[tuple[str, int], str]:
+    return {sample.key: sample.extra["text"] for sample in run.samples}
+
+
+def test_greedy_answers_are_those_of_transformers(answer: Answer) -> None:
+    """Another engine that writes other texts could not stand in for the first one."""
+    one, other = answer(*AMPLE), answer(*AMPLE, *VLLM)
+    assert texts(one) == texts(other)
+    assert {sample.extra["evictions"] for sample in other.samples} == {0}
+    for ours, theirs in zip(one.samples, other.samples, strict=True):
+        for name in (
+            "steps",
+            "tokens",
+            "prompt_tokens",
+            "mean_cache",
+            "peak_cache",
+            "prefill_cache",
+            "correct",
+        ):
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_drawn_answers_under_evictions_are_nearly_all_the_same(answer: Answer) -> None:
+    """Same noise, same entries; a token whose lead is a rounding error may differ, and then all after it."""
+    one, other = answer(*TIGHT), answer(*TIGHT, *VLLM)
+    assert min(sample.extra["evictions"] for sample in other.samples) >= 2
+    same = [key for key, text in texts(one).items() if texts(other)[key] == text]
+    assert len(same) >= 17
+    for ours, theirs in zip(one.samples, other.samples, strict=True):
+        if ours.key in same:
+            assert ours.mean_cache == pytest.approx(theirs.mean_cache)
+            assert ours.peak_cache == theirs.peak_cache
+
+
+def test_the_header_says_who_wrote(answer: Answer, tmp_path: Path) -> None:
+    """A comparison across engines must be asked for by name."""
+    one, other = answer(*TIGHT), answer(*TIGHT, *VLLM)
+    header = other.header
+    assert (one.header.engine, header.engine) == ("transformers", "vllm")
+    assert header.versions["vllm"].startswith("0.")
+    assert header.extra["schedule"]["budget"] == 320
+    assert header.model_sha256 == one.header.model_sha256
+    assert header.prompt_sha256 == one.header.prompt_sha256
+    found = compare(one, other, allow=["engine", "versions", "cache"])
+    assert abs(found.difference.estimate) < 0.1
+
+
+def test_what_vllm_cannot_serve_is_told_before_a_log_begins(tmp_path: Path) -> None:
+    """With every reason, and exit code 2."""
+    place = tmp_path / "run"
+    arguments = [
+        *COMMON,
+        *VLLM,
+        "--policy",
+        "h2o",
+        "--budget",
+        "320",
+        "--prefill",
+        "after",
+        "--out",
+        str(place),
+    ]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code != 0
+    assert not place.exists()
+    text = str(done.exception) + done.output
+    assert "adds up the attention of every step" in text
