@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
@@ -112,6 +113,8 @@ class BoundedBuilder:
     """Mix-in of a metadata builder: cuts a step into rounds, once for all layers."""
 
     _planner: RoundPlanner | None
+    _counts: bool
+    supports_update_block_table: bool
 
     def __init__(
         self,
@@ -125,6 +128,16 @@ class BoundedBuilder:
         deployment = ENGINE.of(vllm_config)
         if deployment is None or not isinstance(kv_cache_spec, BoundedSpec):
             return
+        if kv_cache_spec.block_size != kv_cache_spec.schedule.block_size:
+            raise UnsupportedError(
+                f"kvkeep cannot serve blocks of {kv_cache_spec.schedule.block_size} slots here",
+                [
+                    f"attention takes them apart into blocks of {kv_cache_spec.block_size}: "
+                    f"use --block-size {kv_cache_spec.block_size}"
+                ],
+            )
+        # vLLM would reuse the metadata of one group of layers for another with its block table put in.
+        self.supports_update_block_table = False
         window = deployment.policy.traits.queries
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         per_block = queries_per_block(kv_cache_spec.block_size, heads, kv_cache_spec.num_kv_heads)
@@ -134,7 +147,11 @@ class BoundedBuilder:
             per_block if window else 0,
             ragged=deployment.policy.traits.ragged,
         )
-        LEDGER.open(kv_cache_spec.schedule, len(layer_names))
+        managed = _managed_layers(vllm_config)
+        # Layers may stand in several groups with a builder each: a step is counted once.
+        self._counts = not managed or managed[0] in layer_names
+        if self._counts:
+            LEDGER.open(kv_cache_spec.schedule, len(managed) or len(layer_names))
 
     def build(
         self,
@@ -149,15 +166,26 @@ class BoundedBuilder:
         rows = common.num_reqs
         bounds = common.query_start_loc_cpu[: rows + 1].numpy().astype("int64")
         counts = bounds[1:] - bounds[:-1]
-        starts = common.seq_lens[:rows].cpu().numpy().astype("int64") - counts
+        # A bound, and exact as long as no token is drafted; the lengths themselves are on the device.
+        lens = common.seq_lens_cpu_upper_bound
+        if lens is None:
+            lens = common.seq_lens.cpu()
+        starts = lens[:rows].numpy().astype("int64") - counts
         rounds = self._planner.plan(starts, counts, common.block_table_tensor[:rows])
-        reading = common.is_prefilling
-        LEDGER.note(starts, counts, rounds, None if reading is None else reading[:rows].cpu().numpy())
+        if self._counts:
+            reading = common.is_prefilling
+            LEDGER.note(starts, counts, rounds, None if reading is None else reading[:rows].cpu().numpy())
         stock = [
             None
             if each.rows is not None
             else self.stock(
-                common, each.query_start_loc, each.seq_lens, each.longest, each.block_table, each.slots
+                common,
+                each.query_start_loc,
+                each.seq_lens,
+                each.longest,
+                each.block_table,
+                each.slots,
+                host=(each.bounds_cpu, each.lens_cpu),
             )
             for each in rounds
         ]
@@ -171,9 +199,16 @@ class BoundedBuilder:
         longest: int,
         block_table: Tensor,
         slots: Tensor,
+        host: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
-        """The stock metadata of one round, as if it were a step."""
-        bounds = query_start_loc.cpu()
+        """The stock metadata of one round, as if it were a step.
+
+        Parameters
+        ----------
+        host
+            ``query_start_loc`` and ``seq_lens`` on the host, where they are known there.
+        """
+        bounds, lens = (query_start_loc.cpu(), seq_lens.cpu()) if host is None else host
         step = common.replace(
             num_reqs=seq_lens.shape[0],
             num_actual_tokens=slots.shape[0],
@@ -182,7 +217,7 @@ class BoundedBuilder:
             query_start_loc=query_start_loc,
             query_start_loc_cpu=bounds,
             seq_lens=seq_lens,
-            seq_lens_cpu_upper_bound=seq_lens.cpu(),
+            seq_lens_cpu_upper_bound=lens,
             block_table_tensor=block_table,
             slot_mapping=slots,
             causal=True,
@@ -217,14 +252,26 @@ class BoundedImpl:
         window = getattr(self, "sliding_window", -1)
         managed = getattr(self, "attn_type", None) == AttentionType.DECODER and window in (-1, (-1, -1))
         self._deployment = deployment if managed else None
-        if self._deployment is not None and self._deployment.policy.traits.ragged and not self.serves_ragged:
+        if self._deployment is not None and (reasons := self._objections(self._deployment)):
             raise UnsupportedError(
-                f"kvkeep cannot serve {self._deployment.policy.name} on {type(self).__name__}",
-                ["heads of different length have been tried on CPU attention only: use another policy"],
+                f"kvkeep cannot serve {self._deployment.policy.name} on {type(self).__name__}", reasons
             )
         self._pages: LayerPages | None = None
         self._compaction: Compaction | None = None
         self._heads: EqualHeads | UnequalHeads | None = None
+
+    def _objections(self, deployment: Deployment) -> list[str]:
+        """What only the layer itself knows to speak against it."""
+        reasons = []
+        if deployment.policy.traits.ragged and not self.serves_ragged:
+            reasons.append(
+                "heads of different length have been tried on CPU attention only: use another policy"
+            )
+        if getattr(self, "alibi_slopes", None) is not None:
+            reasons.append("the kernel takes ALiBi's distances from slots, and slots are not positions here")
+        if getattr(self, "kv_sharing_target_layer_name", None) is not None:
+            reasons.append("a layer reads the cache of another, which an eviction would change under it")
+        return reasons
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -330,6 +377,12 @@ class BoundedImpl:
             self._heads,
             1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor,
         )
+
+
+def _managed_layers(config: VllmConfig) -> list[str]:
+    """Names of this rank's managed layers, first to last."""
+    layers = get_layers_from_vllm_config(config, Attention)
+    return [name for name, layer in layers.items() if getattr(layer.impl, "_deployment", None) is not None]
 
 
 def narrowed(builder: Any, **sizes: int) -> Any:

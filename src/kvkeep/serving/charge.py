@@ -35,8 +35,8 @@ def objections(config: VllmConfig) -> list[str]:
             "its plug-in was not loaded in this process: install kvkeep here, and name it in VLLM_PLUGINS "
             "if that is set"
         )
-    elif (found := plugin.registered_backend()) != plugin.BACKEND:
-        reasons.append(f"another plug-in registered {found} as the attention back end after it: {WAY_OUT}")
+    else:
+        reasons += _backend_reasons(config)
     measured, due = _blocks_of_a_request(config, deployment)
     if measured is not None and measured != due:
         reasons.append(
@@ -44,6 +44,31 @@ def objections(config: VllmConfig) -> list[str]:
             f"and under {deployment.policy.name} it should own {due}: {WAY_OUT}"
         )
     return reasons
+
+
+def _backend_reasons(config: VllmConfig) -> list[str]:
+    """Objections to the attention back end that this process would take."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():  # which takes its own, whatever is asked for
+        name, ours = "CPU_ATTN", plugin.BACKEND
+    elif current_platform.is_cuda():
+        name, ours = "CUSTOM", plugin.CUDA_BACKEND
+        chosen = getattr(config.attention_config.backend, "name", None)
+        if chosen != name:
+            return [
+                f"the attention back end is {chosen or 'left to vLLM'}, which keeps everything: start with "
+                f"--attention-backend {name}"
+            ]
+    else:
+        return [
+            f"it has attention back ends for CPU and CUDA, and this is {current_platform.device_type}: leave "
+            "the setting out to serve the full cache"
+        ]
+    found = plugin.registered_backend(name)
+    if found != ours:
+        return [f"another plug-in registered {found} as the attention back end after it: {WAY_OUT}"]
+    return []
 
 
 def require_charge(config: VllmConfig) -> None:

@@ -8,7 +8,7 @@ Written from vLLM's sources and run against a twin of its kernel on a CPU; nobod
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from kvkeep.serving.bounded import BoundedBackend, BoundedBuilder, BoundedImpl
+from kvkeep.serving.bounded import ENGINE, BoundedBackend, BoundedBuilder, BoundedImpl
 
 
 class BoundedFlashImpl(BoundedImpl, FlashAttentionImpl):  # type: ignore[misc]
@@ -30,14 +30,15 @@ class BoundedFlashBuilder(BoundedBuilder, FlashAttentionMetadataBuilder):  # typ
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The plan of a kernel call is kept in one buffer for graphs, and a step may have several rounds.
-        self.use_full_cuda_graph = self.aot_schedule = False
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+        if self._planner is not None:
+            # The plan of a kernel call is kept in one buffer for graphs, and a step may have several rounds.
+            self.use_full_cuda_graph = self.aot_schedule = False
 
     @classmethod
-    def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
-        """Not inside graphs."""
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Not inside graphs; without the setting, as FlashAttention has it."""
+        if ENGINE.of(vllm_config) is None:
+            return FlashAttentionMetadataBuilder.get_cudagraph_support(vllm_config, kv_cache_spec)
         return AttentionCGSupport.NEVER
 
 

@@ -71,14 +71,14 @@ class Ledger:
             self.peak = max(self.peak, one.longest)
             if one.cuts is not None:
                 self.evictions += len(one.cuts.seen)
-                self.evicted += int((one.cuts.held - one.cuts.kept).sum())
+                self.evicted += one.evicted
         decode = (counts == 1) & (starts > 0)
         if reading is not None:
             decode &= ~reading
         if not decode.any():
             return
         # Every row with tokens has its first piece in the first round, and a decode step has no other piece.
-        held = rounds[0].seq_lens.cpu().numpy()
+        held = rounds[0].lens_cpu.numpy()
         if len(held) != len(decode):
             decode = decode[counts > 0]
         self.steps += int(decode.sum())

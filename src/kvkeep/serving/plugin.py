@@ -48,11 +48,11 @@ def register() -> None:
     STATE.registered = True
 
 
-def registered_backend() -> str:
+def registered_backend(name: str = "CPU_ATTN") -> str:
     """Path of the class that this process would take where kvkeep's should stand."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    return str(AttentionBackendEnum.CPU_ATTN.get_path())
+    return str(AttentionBackendEnum[name].get_path())
 
 
 def _register() -> None:

@@ -48,6 +48,10 @@ def config_reasons(config: VllmConfig) -> list[str]:
         "it is an encoder-decoder: cross-attention has a second cache": bool(
             getattr(config.model_config, "is_encoder_decoder", False)
         ),
+        "dual batch overlap may read one request in two halves at once: leave --enable-dbo and --ubatch-size "
+        "out": bool(getattr(parallel, "use_ubatching", False)),
+        "images in a prompt are attended to in both directions, and evictions cut a prompt into pieces: use "
+        "--language-model-only": bool(getattr(config.model_config, "is_mm_prefix_lm", False)),
         "pooling models read a text once and keep nothing": (
             getattr(config.model_config, "runner_type", "generate") != "generate"
         ),
@@ -76,6 +80,20 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
         )
     if traits.trigger.prefill == "after":
         reasons.append("prefill='after' needs the end of the prompt, which vLLM does not tell: use 'defer'")
+    if (traits.trigger.prefill == "defer" or policy.amount.prompt == "kept") and getattr(
+        config, "use_v2_model_runner", False
+    ):
+        reasons.append(
+            "a prompt that stays whole must be known by its blocks, which model runner V2 does not tell: set "
+            'VLLM_USE_V2_MODEL_RUNNER=0, or use "prefill": "chunk" and "prompt": "counts"'
+        )
+    if len(spec.managed) < len(spec.layers) and getattr(
+        config.scheduler_config, "disable_hybrid_kv_cache_manager", False
+    ):
+        reasons.append(
+            "without the hybrid cache manager its sliding-window layers want a full cache beside the bounded "
+            "one: leave --disable-hybrid-kv-cache-manager out"
+        )
     if traits.attention_sum:
         reasons.append(
             f"{policy.name} adds up the attention of every step, which vLLM's kernels do not return"

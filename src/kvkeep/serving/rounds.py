@@ -16,6 +16,7 @@ from kvkeep.core.arrays import IntArray
 from kvkeep.serving.compaction import Cuts
 from kvkeep.serving.heads import Heads
 from kvkeep.serving.schedule import Schedule
+from kvkeep.serving.upload import upload
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,14 @@ class Round:
         int64 ``[n]``: where the new entries go.
     cuts
         Evictions to carry out first.
-    rows
-        For heads that differ in length, else ``None``.
     record
         Tokens of the round whose queries are recorded (``None``: all), and their block and place.
+    bounds_cpu, lens_cpu
+        ``query_start_loc`` and ``seq_lens`` on the host, so that nobody has to wait for the device.
+    rows
+        For heads that differ in length, else ``None``.
+    evicted
+        Entries per KV head that the cuts remove, summed over rows.
     """
 
     tokens: Tensor | None
@@ -164,7 +169,10 @@ class Round:
     slots: Tensor
     cuts: Cuts | None
     record: tuple[Tensor | None, Tensor, Tensor] | None
+    bounds_cpu: Tensor
+    lens_cpu: Tensor
     rows: Rows | None = None
+    evicted: int = 0
 
 
 class RoundPlanner:
@@ -196,10 +204,10 @@ class RoundPlanner:
             int32 ``[rows, blocks]`` as vLLM holds it, 0 behind what a row owns.
         """
         schedule = self.schedule
-        # Only where the prompt's length matters is the table read; on a CPU that is free.
+        # Only where the prompt's length matters is the table read: free on a CPU, a wait for a GPU.
         owned = np.zeros_like(starts)
         if schedule.prompt != "chunk":
-            owned = (block_table.numpy() != 0).sum(1).astype(np.int64)
+            owned = (block_table != 0).sum(1).cpu().numpy()
         kept, first = schedule.of_rows(owned)
         period = (starts - kept) % schedule.buffer
         ahead = np.where(starts < first, first - starts, schedule.buffer - period)
@@ -265,41 +273,43 @@ class RoundPlanner:
     ) -> Round:
         schedule, size = self.schedule, self.schedule.block_size
         device = block_table.device
-        lens = slot + count
+        lens = (slot + count).astype(np.int32)
+        bounds = np.concatenate([[0], np.cumsum(count)]).astype(np.int32)
         longest = int(lens.max(initial=1))
-        row_table = block_table if tokens is None else block_table[torch.from_numpy(rows).to(device)]
+        row_table = block_table if tokens is None else block_table[upload(rows, device)]
         table = row_table[:, schedule.side_blocks : schedule.side_blocks - (-longest // size)].contiguous()
         # The token's place among those of its row, whatever the rows before it have.
         total = int(count.sum())
         owner = np.repeat(np.arange(len(rows)), count)
         offset = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
-        where = torch.from_numpy(slot[owner] + offset).to(device)
-        owners = torch.from_numpy(owner).to(device)
+        where = upload(slot[owner] + offset, device)
+        owners = upload(owner, device)
         slots = table[owners, where // size].long() * size + where % size
         own = None
         if self.ragged:
             own = Rows(
                 blocks=self._main(row_table, int((kept + schedule.buffer).max())),
-                before=torch.from_numpy(slot).to(device),
-                fresh=torch.from_numpy(position < first).to(device),
-                counts=torch.from_numpy(count).to(device),
+                before=upload(slot, device),
+                fresh=upload(position < first, device),
+                counts=upload(count, device),
                 owner=owners,
-                offset=torch.from_numpy(offset).to(device),
+                offset=upload(offset, device),
             )
         cuts = self._cuts(np.flatnonzero(cut), position, kept, first, row_table) if cut.any() else None
         record = self._record(owner, offset, position, count, row_table) if self.window else None
         return Round(
-            tokens=None if tokens is None else torch.from_numpy(tokens).to(device),
-            query_start_loc=torch.from_numpy(np.concatenate([[0], np.cumsum(count)]).astype(np.int32)).to(
-                device
-            ),
-            seq_lens=torch.from_numpy(lens.astype(np.int32)).to(device),
+            tokens=None if tokens is None else upload(tokens, device),
+            query_start_loc=upload(bounds, device),
+            seq_lens=upload(lens, device),
             longest=longest,
             block_table=table,
             slots=slots,
             cuts=cuts,
             record=record,
+            bounds_cpu=torch.from_numpy(bounds),
+            lens_cpu=torch.from_numpy(lens),
             rows=own,
+            evicted=int((np.where(position == first, position, kept + schedule.buffer) - kept)[cut].sum()),
         )
 
     def _main(self, row_table: Tensor, slots: int) -> Tensor:
@@ -316,24 +326,21 @@ class RoundPlanner:
         fresh = seen == first
         held = np.where(fresh, seen, kept + schedule.buffer)
         entries = int(held.max())
-        index = torch.from_numpy(which).to(device)
+        index = upload(which, device)
         own = row_table[index].long()
         ring_blocks = ring_places = None
         if self.window:
-            newest = torch.from_numpy(seen[:, None] + np.arange(-self.window, 0)).to(device) % self.window
+            newest = upload(seen[:, None] + np.arange(-self.window, 0), device) % self.window
             ring_blocks = own.gather(1, newest // self.per_block)
             ring_places = newest % self.per_block
 
-        def on_device(array: IntArray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
         return Cuts(
             blocks=self._main(own, entries),
-            seen=on_device(seen),
-            held=on_device(held),
-            kept=on_device(kept),
-            first=on_device(fresh),
-            evictions=on_device((seen - first) // schedule.buffer),
+            seen=upload(seen, device),
+            held=upload(held, device),
+            kept=upload(kept, device),
+            first=upload(fresh, device),
+            evictions=upload((seen - first) // schedule.buffer, device),
             entries=entries,
             largest=int(kept.max()),
             moves=int((held - kept).max()),
@@ -350,8 +357,8 @@ class RoundPlanner:
         place = (position[owner] + offset) % self.window
         tokens = None
         if not newest.all():
-            tokens = torch.from_numpy(np.flatnonzero(newest)).to(row_table.device)
+            tokens = upload(np.flatnonzero(newest), row_table.device)
             owner, place = owner[newest], place[newest]
-        owners = torch.from_numpy(owner).to(row_table.device)
-        places = torch.from_numpy(place).to(row_table.device)
+        owners = upload(owner, row_table.device)
+        places = upload(place, row_table.device)
         return tokens, row_table[owners, places // self.per_block].long(), places % self.per_block

@@ -38,12 +38,21 @@ class BoundedSpec(FullAttentionSpec):  # type: ignore[misc]
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        """One spec for a group of layers."""
+        """One spec for a group of layers.
+
+        Raises
+        ------
+        AssertionError
+            If the layers differ: how vLLM asks whether they need groups of their own.
+        """
         first = specs[0]
         names = {each.name for each in fields(FullAttentionSpec)}
         own = {each.name: getattr(first, each.name) for each in fields(cls) if each.name not in names}
-        if any(getattr(spec, name) != value for spec in specs for name, value in own.items()):
-            raise ValueError("layers of one cache group have different kvkeep schedules")
+        for spec in specs:
+            if not isinstance(spec, BoundedSpec):
+                raise AssertionError(f"a bounded cache is no {type(spec).__name__}")
+            if any(getattr(spec, name) != value for name, value in own.items()):
+                raise AssertionError("layers of one cache group have different kvkeep schedules")
         return cls.over(FullAttentionSpec.merge(specs), **own)
 
     @property
