@@ -18,18 +18,16 @@ from kvkeep.evaluation.sampling import Sampler, Sampling
 from kvkeep.evaluation.shared_reading import SharedReading
 from kvkeep.evaluation.side_by_side import SideBySide
 from kvkeep.policies.compose import policy as make
-from kvkeep.testing.models import left_padded, tiny_model, tokens
+from kvkeep.testing.models import left_padded, random_gates, tiny_model, tokens
 from kvkeep.testing.watching import feed
 
 NEW = 20
 
 
 def policies(prefill: str) -> list[Policy]:
-    """Every policy there is, as far as it runs on the model: there are no gates for it."""
+    """Every policy there is."""
     chosen = []
-    for name, kind in kvkeep.available_policies().items():
-        if kind(budget=24, buffer=8).traits.trained:
-            continue
+    for name in kvkeep.available_policies():
         options: dict[str, Any] = {"protect_prompt": False} if name == "triattention" else {}
         chosen.append(make(name, budget=24, buffer=8, prefill=prefill, **options))
     return chosen
@@ -42,10 +40,15 @@ def statistics(model: PreTrainedModel) -> Any:
 
 def caches(model: PreTrainedModel, prefill: str, rows: int = 1) -> list[kvkeep.RetentionCache]:
     """One empty cache for every policy."""
-    found = statistics(model)
+    found, gates = statistics(model), random_gates(model)
     return [
         kvkeep.RetentionCache(
-            model, policy, sequence_ids=list(range(rows)), calibration=found, trace_rows=True
+            model,
+            policy,
+            sequence_ids=list(range(rows)),
+            calibration=found,
+            gates=gates,
+            trace_rows=True,
         )
         for policy in policies(prefill)
     ]

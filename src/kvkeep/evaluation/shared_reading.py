@@ -112,12 +112,13 @@ class _SharedHandle(LayerHandle):
         mask: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        output = super().attend(attend, backend, module, query, mask, options)
+        # Each cache takes out of its options what is meant for its gates: every one gets its own.
+        output = super().attend(attend, backend, module, query, mask, dict(options))
 
         def told(*_: Any, **__: Any) -> tuple[Tensor, Any]:
             return output
 
         for other in self.others:
             # NOTE: always as sdpa: on uneven rows flash attention would be asked again, not told.
-            other.attend(told, "sdpa", module, query, mask, options)
+            other.attend(told, "sdpa", module, query, mask, dict(options))
         return output

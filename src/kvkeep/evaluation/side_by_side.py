@@ -16,6 +16,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.core.errors import ConfigError
+from kvkeep.engine.attention import HIDDEN
 from kvkeep.engine.handle import LayerHandle
 from kvkeep.engine.retention_cache import RetentionCache
 
@@ -99,6 +100,11 @@ class _Handle(LayerHandle):
         mask: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        parts = zip(self.each, query.split(self.rows), strict=True)
-        outputs = [handle.attend(attend, backend, module, part, mask, options)[0] for handle, part in parts]
+        # Gates read the input of their own rows.
+        hidden = options.pop(HIDDEN, None)
+        inputs = [None] * len(self.rows) if hidden is None else hidden.split(self.rows)
+        outputs = []
+        for handle, part, own in zip(self.each, query.split(self.rows), inputs, strict=True):
+            given = options if own is None else options | {HIDDEN: own}
+            outputs.append(handle.attend(attend, backend, module, part, mask, given)[0])
         return torch.cat(outputs), None
