@@ -1,4 +1,4 @@
-"""Write the generated pages: docs/policies.md, docs/cli.md, and the policy table of README.md.
+"""Write the generated pages: docs/policies.md, docs/cli.md, and tables of README.md and docs/serving.md.
 
 python scripts/build_docs.py           write them
 python scripts/build_docs.py --check   exit 1 if a page is not what the code says
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import serving_tables
 import typer.main
 
 import kvkeep
@@ -118,6 +119,7 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs" / "policies.md": policy_page(),
         ROOT / "docs" / "cli.md": command_page(),
+        ROOT / "docs" / "serving.md": serving_tables.fill((ROOT / "docs" / "serving.md").read_text()),
         ROOT / "README.md": _TABLE.sub(lambda m: m.group(1) + policy_table() + m.group(2), readme),
     }
 

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvkeep.core.errors import UnsupportedError
+from kvkeep.serving import lastwords
 from kvkeep.serving.announce import INACTIVE
 from kvkeep.serving.compaction import Compaction
 from kvkeep.serving.deployment import Deployment, queries_per_block
@@ -45,7 +46,8 @@ class Engine:
     def of(self, config: VllmConfig) -> Deployment | None:
         """The deployment of a configuration, read once."""
         if config is not self.config:
-            self.config, self.deployment = config, Deployment.of(config)
+            with lastwords.left():
+                self.config, self.deployment = config, Deployment.of(config)
             if self.deployment is None:
                 logger.info_once(INACTIVE, scope="global")
         return self.deployment
@@ -65,12 +67,13 @@ class BoundedBackend:
         spec = super().customize_spec(spec)  # type: ignore[misc]
         if config is None or deployment is None or not _full_attention(spec):
             return spec
-        schedule = deployment.schedule(
-            block_size=spec.block_size,
-            heads=config.model_config.get_num_attention_heads(config.parallel_config),
-            kv_heads=spec.num_kv_heads,
-            max_len=config.model_config.max_model_len,
-        )
+        with lastwords.left():
+            schedule = deployment.schedule(
+                block_size=spec.block_size,
+                heads=config.model_config.get_num_attention_heads(config.parallel_config),
+                kv_heads=spec.num_kv_heads,
+                max_len=config.model_config.max_model_len,
+            )
         return BoundedSpec.over(
             spec,
             schedule=schedule,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WAY_OUT = (
-    "set VLLM_PLUGINS=kvkeep, so that no other plug-in is loaded (or VLLM_PLUGINS=kvkeep,NAME with plug-ins "
-    "that leave the attention back end alone), or uninstall the other one"
+    "set VLLM_PLUGINS=kvkeep, so that no other plug-in is loaded (or VLLM_PLUGINS=kvkeep,NAME "
+    "with plug-ins that leave the attention back end alone), or uninstall the other one"
 )
 
 
@@ -41,7 +41,8 @@ def objections(config: VllmConfig) -> list[str]:
     if measured is not None and measured != due:
         reasons.append(
             f"in this engine a request of {config.model_config.max_model_len} tokens owns {measured} blocks, "
-            f"and under {deployment.policy.name} it should own {due}: {WAY_OUT}"
+            f"and under {deployment.policy.name} it should own {due}"
+            + ("" if reasons else f"; if another plug-in had a hand in that: {WAY_OUT}")
         )
     return reasons
 

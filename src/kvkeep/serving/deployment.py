@@ -48,16 +48,25 @@ class Deployment:
         Raises
         ------
         ConfigError
-            If the settings cannot be read.
+            If the settings cannot be read and nothing else is wrong.
         UnsupportedError
             With every reason, if they cannot be served.
         """
         import vllm
 
-        settings = Settings.read(config.additional_config)
-        if settings is None:
-            return None
-        policy = settings.make_policy()
+        try:
+            settings = Settings.read(config.additional_config)
+            if settings is None:
+                return None
+            policy = settings.make_policy()
+        except KvkeepError as error:
+            reasons = version_reasons(vllm.__version__, False) + config_reasons(config)
+            if not reasons:
+                raise
+            # Without a policy its own objections stay unknown; those to the rest are said now.
+            raise UnsupportedError(
+                "kvkeep cannot serve this configuration", [str(error), *reasons]
+            ) from error
         reasons = version_reasons(vllm.__version__, settings.allow_untested) + config_reasons(config)
         spec, rope, statistics = None, None, None
         try:

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from kvkeep.serving import lastwords
 from kvkeep.serving.announce import start_line
 from kvkeep.serving.spec import BoundedSpec
 
@@ -23,6 +24,7 @@ class BoundedManager(FullAttentionManager):  # type: ignore[misc]
         super().__init__(kv_cache_spec, **kwargs)
         self.schedule, self.reserve = kv_cache_spec.schedule, kv_cache_spec.reserve
         self._prompts: dict[str, int] = {}
+        lastwords.forget()
         usable = self.block_pool.num_gpu_blocks - 1  # block 0 is vLLM's null block
         logger.info("%s", start_line(kv_cache_spec, usable, bool(kwargs.get("enable_caching"))))
 

@@ -7,7 +7,7 @@ the attention back end, so it also asks whether kvkeep is really in charge.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import prometheus_client as prometheus
 from vllm.config import VllmConfig
@@ -15,10 +15,12 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from kvkeep import __version__
-from kvkeep.serving.charge import require_charge
-from kvkeep.serving.deployment import Deployment
-from kvkeep.serving.figures import RequestFigures
+from kvkeep.serving.account import Account
+from kvkeep.serving.plugin import KEY
 from kvkeep.serving.schedule import Schedule
+
+if TYPE_CHECKING:
+    from kvkeep.serving.deployment import Deployment
 
 logger = init_logger("vllm.kvkeep")
 
@@ -42,11 +44,18 @@ class BoundedCacheMetrics(AggregateStatLoggerBase):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
-        deployment = Deployment.of(vllm_config)
         self._schedule: Schedule | None = None
+        additional = vllm_config.additional_config
+        if not isinstance(additional, dict) or KEY not in additional:
+            return
+        # Here, so that a server without the setting does not pay for them.
+        from kvkeep.serving.charge import require_charge
+        from kvkeep.serving.deployment import Deployment
+
+        require_charge(vllm_config)
+        deployment = Deployment.of(vllm_config)
         if deployment is None:
             return
-        require_charge(vllm_config)
         self._schedule = deployment.schedule_in(vllm_config)
         self._log = deployment.settings.log_requests
         self._series = _Series(self._schedule, deployment, vllm_config, engine_indexes or [0])
@@ -62,20 +71,21 @@ class BoundedCacheMetrics(AggregateStatLoggerBase):  # type: ignore[misc]
         if self._schedule is None or iteration_stats is None:
             return
         for request in iteration_stats.finished_requests:
-            prompt, generated = request.num_prompt_tokens, request.num_generation_tokens
-            figures = RequestFigures.of(self._schedule, prompt=prompt, generated=generated)
-            self._series.add(engine_idx, figures)
+            # A request that ended before its first token held its prompt, or part of it.
+            prompt, generated = request.num_prompt_tokens, max(1, request.num_generation_tokens)
+            account = Account.of(self._schedule, prompt=prompt, generated=generated)
+            self._series.add(engine_idx, account)
             if self._log:
                 logger.info(
                     "kvkeep: request %s, prompt %d, generated %d: %.1f entries per head on average, "
                     "%d at most; %d evictions dropped %d",
                     request.request_id,
                     prompt,
-                    generated,
-                    figures.mean,
-                    figures.peak,
-                    figures.evictions,
-                    figures.evicted,
+                    request.num_generation_tokens,
+                    account.mean,
+                    account.highest,
+                    account.evictions,
+                    account.evicted,
                 )
 
     def log_engine_initialized(self) -> None:
@@ -132,13 +142,13 @@ class _Series:
             about.labels(name, str(engine), *info.values()).set(1)
             self._engines[engine] = {kind: series.labels(name, str(engine)) for kind, series in made.items()}
 
-    def add(self, engine: int, figures: RequestFigures) -> None:
+    def add(self, engine: int, account: Account) -> None:
         """Count one finished request."""
         series = self._engines[engine]
-        series["mean"].observe(figures.mean)
-        series["peak"].observe(figures.peak)
-        series["evictions"].inc(figures.evictions)
-        series["evicted"].inc(figures.evicted)
+        series["mean"].observe(account.mean)
+        series["peak"].observe(account.highest)
+        series["evictions"].inc(account.evictions)
+        series["evicted"].inc(account.evicted)
 
 
 def entry_buckets(schedule: Schedule, max_len: int) -> list[float]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from kvkeep.serving import lastwords
+
+#: Kvkeep's part of vLLM's ``additional_config``.
+KEY = "kvkeep"
 BACKEND = "kvkeep.serving.cpu.BoundedCPUBackend"
 CUDA_BACKEND = "kvkeep.serving.cuda.BoundedFlashBackend"
 
@@ -36,6 +40,7 @@ def register() -> None:
     Nothing changes for an engine whose ``additional_config`` does not mention kvkeep, not even under a vLLM
     that kvkeep does not fit: what went wrong is logged, and is an error where the setting is given.
     """
+    lastwords.listen()
     try:
         _register()
     except Exception as error:
@@ -48,11 +53,12 @@ def register() -> None:
     STATE.registered = True
 
 
-def registered_backend(name: str = "CPU_ATTN") -> str:
-    """Path of the class that this process would take where kvkeep's should stand."""
+def registered_backend(name: str) -> str | None:
+    """Path of the class that this process would take for a name of vLLM's list; ``None`` for its own one."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    return str(AttentionBackendEnum[name].get_path())
+    backend = AttentionBackendEnum[name]
+    return str(backend.get_path()) if backend.is_overridden() else None
 
 
 def _register() -> None:
@@ -66,13 +72,13 @@ def _register() -> None:
     # A registry that holds something does not look for vLLM's own specs any more.
     register_all_kvcache_specs(None)
     KVCacheSpecRegistry.register(BoundedSpec, BoundedManager, uniform_type_base_spec=BoundedSpec)
-    before = registered_backend()
-    if AttentionBackendEnum.CPU_ATTN.is_overridden() and before != BACKEND:
-        logger.warning(
-            "kvkeep takes the place of %s as the CPU attention back end, also in engines without the setting "
-            "'kvkeep'. To use the other one, leave kvkeep out of VLLM_PLUGINS.",
-            before,
-        )
-    register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
     # Last: a back end without the rest would be worse than none.
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    for name, ours in (("CPU_ATTN", BACKEND), ("CUSTOM", CUDA_BACKEND)):
+        if (before := registered_backend(name)) not in (None, ours):
+            logger.warning(
+                "kvkeep takes the place of %s as the attention back end %s, also in engines without the "
+                "setting 'kvkeep'. To use the other one, leave kvkeep out of VLLM_PLUGINS.",
+                before,
+                name,
+            )
+        register_backend(AttentionBackendEnum[name], ours)

@@ -10,8 +10,8 @@ from kvkeep.core.budget import Budget
 from kvkeep.core.errors import ConfigError, KvkeepError
 from kvkeep.core.policy import Policy
 from kvkeep.policies.compose import policy as make_policy
+from kvkeep.serving.plugin import KEY as KEY
 
-KEY = "kvkeep"
 EXAMPLE = """--additional-config '{"kvkeep": {"policy": "vase-attnv", "budget": 2048, "buffer": 128}}'"""
 
 
@@ -23,8 +23,10 @@ class Settings:
     ----------
     policy
         By name or composition, as everywhere: ``"vase-attnv"``, ``"snapkv + reserve"``.
-    budget, buffer
-        Entries per KV head and layer, and tokens between evictions.
+    budget
+        Entries that each KV head of a layer keeps after an eviction.
+    buffer
+        Tokens between evictions.
     prefill
         ``"chunk"`` evicts while a long prompt is read, so that a request never owns more than budget and
         buffer; ``"defer"`` reads it whole first.
