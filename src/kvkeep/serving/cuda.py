@@ -3,7 +3,21 @@
 Attention runs between the pieces of CUDA graphs (vLLM's piecewise mode): rounds and evictions change from
 step to step, so they stay outside, and the rest of a decode step stays inside.
 
-Written from vLLM's sources and run against a twin of its kernel on a CPU; nobody has run it on a GPU yet.
+**No GPU has run this yet.** What is known of vLLM 0.32:
+
+* Run on a CPU, with plain twins in place of the two kernels (``tests/serving/test_cuda_twin.py``): chunks,
+  single tokens and evictions of mixed batches, in float32 and bfloat16, against plain lists of entries.
+* Asked of vLLM's own code on a CPU (``tests/serving/test_cuda_selection.py``): CUSTOM leads here, for 16-bit
+  types only; blocks are not split; pages are contiguous; graphs become piecewise.
+* Read only: with asynchronous scheduling all steps queue on one stream, so that none overtakes an eviction.
+  A step is prepared from lengths that the host knows, and its arrays are uploaded from pinned memory, so that
+  a decode step never waits for the GPU. It is waited for at evictions (once a layer, to check what the
+  policy kept) and, where prompts stay whole, once a step, to read the block table. Model runner V2, which
+  CUDA takes unless something forbids it, leaves former blocks in that table: those modes are refused there.
+* Not known: speed; how much of a step the rounds cost between graphs; several GPUs.
+
+Positions take 4 bytes per slot and KV head beside the cache, 0.8 % of it at 16 bits and 128 channels, and are
+allocated at the first step, when vLLM has taken its share: leave room by ``--gpu-memory-utilization``.
 """
 
 from __future__ import annotations
