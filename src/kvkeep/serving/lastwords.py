@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import secrets
 import sys
@@ -23,8 +24,9 @@ VARIABLE = "KVKEEP_LAST_WORDS"
 
 
 def listen() -> None:
-    """Begin to listen, in the first process of a program; nothing in the others, or the second time."""
-    if VARIABLE in os.environ:
+    """Begin to listen, in the first process of a program; nothing in its children, or the second time."""
+    # A program that another one started may inherit the name of that one's file: it listens for itself.
+    if multiprocessing.parent_process() is not None or f"-{os.getpid()}-" in os.environ.get(VARIABLE, ""):
         return
     path = Path(tempfile.gettempdir()) / f"kvkeep-{os.getpid()}-{secrets.token_hex(4)}.txt"
     os.environ[VARIABLE] = str(path)

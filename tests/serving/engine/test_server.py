@@ -14,7 +14,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from kvkeep.serving.account import Account
 from kvkeep.serving.schedule import Schedule
-from tests.serving.server import Server, chunks
+from tests.serving.engine.server import Server, chunks
 
 pytestmark = pytest.mark.slow
 

@@ -25,6 +25,8 @@ ARGUMENTS = ["--served-model-name", "trace-1", "--dtype", "float32", "--enforce-
 ARGUMENTS += ["--max-model-len", "1024", "--block-size", "32", "--max-num-seqs", "16"]
 ARGUMENTS += ["--distributed-executor-backend", "uni"]  # one process less to start
 QUIET = {
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
