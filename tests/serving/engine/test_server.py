@@ -113,3 +113,18 @@ def test_a_signal_ends_it_cleanly(server):
     assert server.gone_within(30), "processes of the server are left"
     # vLLM itself may say that its engine is gone; nothing of ours has anything to say.
     assert "kvkeep/serving" not in server.log.read_text()[before:]
+
+
+def test_a_bad_setting_stops_it_with_all_reasons(tmp_path):
+    """The refusal stands in a worker's traceback, above two more; it is also the last thing that is said."""
+    bad = {**SETTING, "policy": "snapkvv"}
+    server = Server.start(tmp_path, bad, "--kv-cache-dtype", "fp8", VLLM_PLUGINS="kvkeep")
+    try:
+        assert not server.wait(600)
+    finally:
+        server.kill()
+    assert server.process.returncode != 0
+    last = server.log.read_text().partition("The engine did not start: ")[2]
+    assert "did you mean 'snapkv'?" in last
+    assert "a cache of type 'fp8' is quantized" in last
+    assert len(last.splitlines()) < 20
