@@ -1,53 +1,34 @@
 """An engine in this process: figures against its own count, and every way to lose it without noticing."""
 
 import copy
-import random
 from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm has an environment for it")
 
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.serving import check, plugin
 from kvkeep.serving.deployment import Deployment
 from kvkeep.serving.ledger import LEDGER
-from kvkeep.testbed.shipped import shipped_model
+from tests.serving.engine.conftest import prompts
+from tests.serving.engine.running import MODEL, engine
 
 SETTING = {"policy": "snapkv", "budget": 96, "buffer": 32}
-# vLLM and what it imports warn of much.
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 RIVAL = "rival.Backend"
 
 
 @pytest.fixture(scope="module")
-def llm():
+def running(environment):
     """An engine with a bounded cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        from vllm import LLM
-
-        yield LLM(
-            str(shipped_model("trace-1")),
-            dtype="float32",
-            enforce_eager=True,
-            distributed_executor_backend="uni",
-            skip_tokenizer_init=True,
-            max_model_len=512,
-            block_size=32,
-            max_num_seqs=16,
-            disable_log_stats=False,
-            additional_config={"kvkeep": SETTING},
-        )
+    with engine(SETTING) as running:
+        yield running
 
 
 @pytest.fixture
-def config(llm):
+def config(running):
     """The engine's configuration, to be spoilt."""
-    config = copy.copy(llm.llm_engine.vllm_config)
+    config = copy.copy(running.engine.vllm_config)
     config.cache_config = copy.copy(config.cache_config)
     config.additional_config = {"kvkeep": dict(SETTING)}
     return config
@@ -57,33 +38,24 @@ def series(name):
     """A series of this process."""
     import prometheus_client
 
-    labels = {"model_name": str(shipped_model("trace-1")), "engine": "0"}
+    labels = {"model_name": MODEL, "engine": "0"}
     return prometheus_client.REGISTRY.get_sample_value(name, labels)
 
 
-def test_metrics_agree_with_what_the_worker_counted(llm):
-    from vllm import SamplingParams
-
+def test_metrics_agree_with_what_the_worker_counted(running):
     from kvkeep.serving.metrics import BoundedCacheMetrics
 
-    draw = random.Random(0)
     lengths = [3, 40, 90, 127, 128, 200, 300, 100]
-    prompts = [{"prompt_token_ids": [draw.randrange(5, 169) for _ in range(length)]} for length in lengths]
-    sampling = [
-        SamplingParams(temperature=0, max_tokens=n, detokenize=False, ignore_eos=True) for n in (70, 1)
-    ]
     LEDGER.reset()
-    outputs = llm.generate(prompts, sampling * 4, use_tqdm=False)
+    answers = running.answer(prompts(*lengths), [70, 1] * 4)
     counted = LEDGER.read()
 
-    metrics = BoundedCacheMetrics(llm.llm_engine.vllm_config, [0])
+    metrics = BoundedCacheMetrics(running.engine.vllm_config, [0])
     finished = [
         SimpleNamespace(
-            request_id=output.request_id,
-            num_prompt_tokens=len(output.prompt_token_ids),
-            num_generation_tokens=len(output.outputs[0].token_ids),
+            request_id="1", num_prompt_tokens=len(answer.prompt), num_generation_tokens=len(answer.tokens)
         )
-        for output in outputs
+        for answer in answers
     ]
     metrics.record(None, SimpleNamespace(finished_requests=finished))
     assert series("kvkeep:request_mean_entries_count") == len(lengths)
@@ -97,8 +69,8 @@ def test_metrics_agree_with_what_the_worker_counted(llm):
     assert series("kvkeep:request_peak_entries_sum") <= counted["peak_entries"] * len(lengths)
 
 
-def test_it_is_in_charge(llm):
-    assert check(llm)
+def test_it_is_in_charge(running):
+    assert check(running.engine)
 
 
 def test_without_the_setting_nothing_is_asked(config):
@@ -119,8 +91,8 @@ def test_a_rival_is_named(config, monkeypatch):
 
 def test_an_engine_with_unbounded_requests_is_found(config):
     """Whatever the registry says: here the engine itself says that a request owns its full length."""
-    config.cache_config.kv_cache_max_concurrency = config.cache_config.num_gpu_blocks / 16
-    with pytest.raises(UnsupportedError, match=r"owns 16 blocks, and under snapkv it should own"):
+    config.cache_config.kv_cache_max_concurrency = config.cache_config.num_gpu_blocks / 32
+    with pytest.raises(UnsupportedError, match=r"owns 32 blocks, and under snapkv it should own"):
         check(SimpleNamespace(vllm_config=config))
 
 

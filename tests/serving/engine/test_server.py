@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed here", allow_module_level=True)
+    reason = "vLLM is not installed here: make test-vllm has an environment for it"
+    pytest.skip(reason, allow_module_level=True)
 
 from kvkeep.serving.account import Account
 from kvkeep.serving.schedule import Schedule
