@@ -29,7 +29,7 @@ def server(tmp_path_factory):
     """One server for the module; the last test ends it."""
     server = Server.start(tmp_path_factory.mktemp("server"), SETTING, VLLM_PLUGINS="kvkeep")
     try:
-        assert server.wait(600), server.tail(60)
+        assert server.wait(1200), server.tail(60)
         yield server
     finally:
         server.kill()
@@ -121,7 +121,7 @@ def test_a_bad_setting_stops_it_with_all_reasons(tmp_path):
     bad = {**SETTING, "policy": "snapkvv"}
     server = Server.start(tmp_path, bad, "--kv-cache-dtype", "fp8", VLLM_PLUGINS="kvkeep")
     try:
-        assert not server.wait(600)
+        assert not server.wait(1200)
     finally:
         server.kill()
     assert server.process.returncode != 0
