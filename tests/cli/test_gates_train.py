@@ -52,6 +52,7 @@ def test_trains_on_a_task_and_writes_gates_and_card(tmp_path: Path) -> None:
     assert gates.base in card
     assert '"memory": 16' in card
     assert "with real evictions" in card
+    assert "128 tokens; for longer ones" in card
     found = read_tensors(tmp_path / "gates.safetensors", "gates")[1]["training"]["evicting"]
     assert (found["budget"], found["buffer"]) == (16, 4)
     assert 10 < found["evicting"]["mean_cache"] < 20 < found["full"]["mean_cache"]

@@ -91,6 +91,10 @@ def card(facts: dict[str, Any], base: str, policy: str) -> str:
     }
     if facts["evicting"] is not None:
         rows["with real evictions"] = _evicting(facts["evicting"])
+    # Measured in docs/results/smollm2-gates.md: gates that never read further let the first tokens go.
+    rows["longest text trained on"] = (
+        f"{recipe['row']:,} tokens; for longer ones keep the first tokens as well (`--option sinks=4`)"
+    )
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         f"# Retention gates for {facts['model']}\n\nFor the policy `{policy}` of kvkeep. Losses are those of "

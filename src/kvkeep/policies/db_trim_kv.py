@@ -56,7 +56,8 @@ class DBTrimKV(TrimKV):
 
     Notes
     -----
-    Needs gates trained for the model (``gates=`` of the cache), best with a shared last projection.
+    Needs gates trained for the model (``gates=`` of the cache), best with a shared last projection. On texts
+    longer than the rows of the training ``sinks=4`` may save much (docs/results/smollm2-gates.md).
 
     Examples
     --------
