@@ -87,9 +87,14 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
             "a prompt that stays whole must be known by its blocks, which model runner V2 does not tell: set "
             'VLLM_USE_V2_MODEL_RUNNER=0, or use "prefill": "chunk" and "prompt": "counts"'
         )
-    if len(spec.managed) < len(spec.layers) and getattr(
-        config.scheduler_config, "disable_hybrid_kv_cache_manager", False
-    ):
+    mixed = len(spec.managed) < len(spec.layers)
+    if mixed and getattr(config.cache_config, "enable_prefix_caching", False):
+        # vLLM asks only the groups that take part; a hit there would skip tokens that ours has not stored.
+        reasons.append(
+            "a prompt found in the prefix cache of its sliding-window layers would be skipped in the bounded "
+            "layers too, which share nothing: use --no-enable-prefix-caching"
+        )
+    if mixed and getattr(config.scheduler_config, "disable_hybrid_kv_cache_manager", False):
         reasons.append(
             "without the hybrid cache manager its sliding-window layers want a full cache beside the bounded "
             "one: leave --disable-hybrid-kv-cache-manager out"
