@@ -39,20 +39,6 @@ def _gemma3(kinds: str) -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
-def _gpt_oss() -> Any:
-    rope = {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 1.5e5,
-        "truncate": False,
-    }
-    config = transformers.GptOssConfig(
-        **{**_SHAPE, **_mixed("sff")}, rope_parameters=rope, num_local_experts=4, num_experts_per_tok=2
-    )
-    return transformers.GptOssForCausalLM(config)
-
-
 _BUILDERS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SHAPE, head_dim=32)),
     "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**_SHAPE)),
@@ -61,7 +47,6 @@ _BUILDERS: dict[str, Callable[[], Any]] = {
     ),
     "gemma3": lambda: _gemma3("sff"),
     "gemma3-full-first": lambda: _gemma3("fssf"),
-    "gpt-oss": _gpt_oss,
 }
 
 
