@@ -8,8 +8,9 @@ import pytest
 
 import kvkeep
 from kvkeep.core.errors import CacheIntegrityError, ConfigError, MissingExtraError
-from kvkeep.serving.account import Account
-from kvkeep.serving.offline import OfflineEngine, compare, prepare
+from kvkeep.serving.account import Account, require_agreement
+from kvkeep.serving.launching import prepare
+from kvkeep.serving.offline import OfflineEngine
 from kvkeep.serving.schedule import Schedule
 
 SCHEDULE = Schedule(budget=32, buffer=16, block_size=16)
@@ -24,8 +25,8 @@ def counted() -> dict[str, Any]:
 
 def test_equal_counts_pass() -> None:
     """The check must not cry wolf; heads of unequal length may hold more than their share."""
-    compare(counted(), ACCOUNTS)
-    compare(counted() | {"peak_entries": 60}, ACCOUNTS)
+    require_agreement(counted(), ACCOUNTS)
+    require_agreement(counted() | {"peak_entries": 60}, ACCOUNTS)
 
 
 @pytest.mark.parametrize("name", ["steps", "entries", "evictions", "evicted", "peak_entries"])
@@ -34,12 +35,12 @@ def test_other_counts_refuse_the_run(name: str) -> None:
     measured = counted()
     measured[name] -= 1
     with pytest.raises(CacheIntegrityError, match=name.removesuffix("_entries")):
-        compare(measured, ACCOUNTS)
+        require_agreement(measured, ACCOUNTS)
 
 
 def test_a_missing_vllm_is_told_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback of an import says neither extra nor purpose."""
-    monkeypatch.setattr("kvkeep.serving.offline.find_spec", lambda name: None)
+    monkeypatch.setattr("kvkeep.serving.launching.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'pip install "kvkeep\[vllm\]"'):
         prepare()
 

@@ -208,7 +208,7 @@ def make_generator(setup: Setup) -> ModelGenerator | VllmGenerator:
     from kvkeep.evaluation.prompts import prompt_template
 
     if setup.engine == "vllm":
-        from kvkeep.serving.offline import prepare
+        from kvkeep.serving.launching import prepare
 
         prepare()  # a missing package is told before weights are read
     task = setup.make_task()

@@ -214,7 +214,10 @@ def writing(setup: flags.Setup, *, ray: bool, workers: int | None) -> Iterator[t
         if not ray:
             local = flags.make_generator(setup)
     if not ray:
-        yield local, None
+        try:
+            yield local, None
+        finally:
+            local.close()
         return
     from functools import partial
 

@@ -214,6 +214,9 @@ class ModelGenerator:
             job, prompt = jobs[written.row], prompts[written.row]
             yield self._completion(job, len(prompt), written, cache, len(jobs))
 
+    def close(self) -> None:
+        """Nothing to end: the model goes with its last user."""
+
     def _completion(
         self, job: Job, prompt_tokens: int, written: Written, cache: RetentionCache, rows: int
     ) -> Completion:

@@ -15,7 +15,8 @@ from kvkeep.evaluation.asking import as_text, encode, header_facts
 from kvkeep.evaluation.generator import Completion, Job, checked
 from kvkeep.evaluation.prompts import PromptTemplate
 from kvkeep.evaluation.sampling import Sampling
-from kvkeep.serving.offline import Answer, OfflineEngine, Request, prepare
+from kvkeep.serving.launching import prepare
+from kvkeep.serving.offline import Answer, OfflineEngine, Request
 
 ENGINE = "vllm"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from kvkeep.core.errors import ConfigError
+from kvkeep.core.errors import CacheIntegrityError, ConfigError
 from kvkeep.serving.schedule import Schedule
 
 
@@ -86,4 +88,30 @@ class Account:
             highest=min(seen, first),
             evictions=evictions,
             evicted=(first - kept) + (evictions - 1) * buffer if evictions else 0,
+        )
+
+
+def require_agreement(measured: Mapping[str, Any], accounts: Sequence[Account]) -> None:
+    """Hold what the workers counted against the accounts of all requests.
+
+    Raises
+    ------
+    CacheIntegrityError
+        Naming what differs.
+    """
+    due = {
+        name: sum(getattr(account, name) for account in accounts)
+        for name in ("steps", "entries", "evictions", "evicted")
+    }
+    differ = [
+        f"{name} {measured[name]} and {value}" for name, value in due.items() if measured[name] != value
+    ]
+    highest = max((account.highest for account in accounts), default=0)
+    if measured["peak_entries"] < highest:  # heads of different length may hold more than their share
+        differ.append(f"peak {measured['peak_entries']} and {highest}")
+    if differ:
+        raise CacheIntegrityError(
+            f"vLLM's workers counted otherwise than the lengths of {len(accounts)} answers say: "
+            f"{'; '.join(differ)}. Requests may have been preempted: give the engine more memory, or fewer "
+            "requests at once (--engine-option max_num_seqs=N)."
         )

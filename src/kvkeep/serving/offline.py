@@ -7,39 +7,23 @@ The workers count on their own what they carried out, and both must agree, else 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
-from kvkeep.core.errors import CacheIntegrityError, ConfigError, MissingExtraError
+from kvkeep.core.errors import (
+    CacheIntegrityError,
+    KvkeepError,
+    UnsupportedError,
+)
 from kvkeep.core.policy import Policy
 from kvkeep.engine.drawing import Draw
-from kvkeep.serving.account import Account
+from kvkeep.serving.account import Account, require_agreement
+from kvkeep.serving.launching import arguments_of, own_settings_left_alone, prepare
 from kvkeep.serving.ledger import LEDGER
 from kvkeep.serving.schedule import Schedule
 from kvkeep.serving.settings import KEY
 from kvkeep.serving.spelling import spelled
-
-# vLLM reads these when it is imported. In one process a run repeats and an interrupt ends it.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-# Set here, because texts or measurements would be wrong with anything else.
-_OWN = (
-    "additional_config",
-    "async_scheduling",
-    "disable_log_stats",
-    "dtype",
-    "logits_processors",
-    "model",
-    "skip_tokenizer_init",
-    "speculative_config",
-    "worker_extension_cls",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +89,7 @@ class OfflineEngine:
     ConfigError
         If an option is one that is decided here.
     UnsupportedError
-        With every reason, if the policy cannot be served or kvkeep is not in charge.
+        With every reason, if the policy cannot be served, kvkeep is not in charge, or vLLM does not start.
     """
 
     def __init__(
@@ -118,9 +102,7 @@ class OfflineEngine:
         max_len: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        given = dict(options or {})
-        if own := sorted(given.keys() & set(_OWN)):
-            raise ConfigError(f"the engine option {own[0]!r} is decided by kvkeep: leave it out.")
+        given = own_settings_left_alone(options or {})
         prepare()
         from vllm import LLM
 
@@ -128,7 +110,15 @@ class OfflineEngine:
 
         setting = {KEY: spelled(policy, calibration=calibration)} if policy.bounded else {}
         LEDGER.open(None)  # an engine before this one, in this process, may have left its counts
-        self._llm: Any = LLM(model=model, **_arguments(policy, dtype, max_len, setting) | given)
+        arguments = arguments_of(policy, dtype, max_len, setting) | given
+        try:
+            self._llm: Any = LLM(model=model, **arguments)
+        except KvkeepError:
+            raise
+        except Exception as error:  # whatever vLLM trips over: settings, memory, files of the model
+            raise UnsupportedError(
+                "vLLM did not start with these settings", [_last_line(error), f"they were {arguments}"]
+            ) from error
         check(self._llm)
         self.block_size = int(self._llm.llm_engine.vllm_config.cache_config.block_size)
         self.schedule = self._measured()["schedule"] if policy.bounded else None
@@ -174,7 +164,7 @@ class OfflineEngine:
             for request, output in zip(requests, outputs, strict=True)
         ]
         if self.schedule is not None:
-            compare(self._measured(), [answer.account for answer in answers])
+            require_agreement(self._measured(), [answer.account for answer in answers])
         return answers
 
     def close(self) -> None:
@@ -200,69 +190,6 @@ class OfflineEngine:
         return {**first, "schedule": None if schedule is None else Schedule(**schedule)}
 
 
-def prepare() -> None:
-    """Set what vLLM reads from the environment, where the user has not.
-
-    Raises
-    ------
-    MissingExtraError
-        If vLLM is not installed.
-    """
-    if find_spec("vllm") is None:
-        raise MissingExtraError("vllm", "vllm", "the engine vllm")
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
-def compare(measured: Mapping[str, Any], accounts: Sequence[Account]) -> None:
-    """Hold what the workers counted against the accounts of all requests.
-
-    Raises
-    ------
-    CacheIntegrityError
-        Naming what differs.
-    """
-    due = {
-        name: sum(getattr(account, name) for account in accounts)
-        for name in ("steps", "entries", "evictions", "evicted")
-    }
-    differ = [
-        f"{name} {measured[name]} and {value}" for name, value in due.items() if measured[name] != value
-    ]
-    highest = max((account.highest for account in accounts), default=0)
-    if measured["peak_entries"] < highest:  # heads of different length may hold more than their share
-        differ.append(f"peak {measured['peak_entries']} and {highest}")
-    if differ:
-        raise CacheIntegrityError(
-            f"vLLM's workers counted otherwise than the lengths of {len(accounts)} answers say: "
-            f"{'; '.join(differ)}. Requests may have been preempted: give the engine more memory, or fewer "
-            "requests at once (--engine-option max_num_seqs=N)."
-        )
-
-
-def _arguments(policy: Policy, dtype: str, max_len: int | None, setting: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``."""
-    from vllm.platforms import current_platform
-
-    from kvkeep.serving.sampler import NAME
-
-    arguments: dict[str, Any] = {
-        "dtype": dtype,
-        "max_model_len": max_len,
-        "skip_tokenizer_init": True,
-        "seed": 0,
-        # A sample must depend on its own prompt alone, and a step in flight is one that nobody asked for.
-        "enable_prefix_caching": False,
-        "async_scheduling": False,
-        "logits_processors": [NAME],
-        "worker_extension_cls": "kvkeep.serving.ledger.LedgerReader",
-        "additional_config": setting,
-        "disable_log_stats": True,
-    }
-    if current_platform.is_cpu():
-        arguments |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
-        # The smallest that CPUs take: kept prompts are rounded up to whole blocks.
-        arguments["block_size"] = 32
-    elif policy.bounded:
-        arguments["attention_backend"] = "CUSTOM"
-    return arguments
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"

@@ -34,8 +34,8 @@ def drawn(draw: Draw, sequence_id: int, **params: Any) -> SamplingParams:
     params
         What else ``SamplingParams`` takes.
     """
-    extra = {_KEY: [sequence_id, draw.temperature, draw.top_p, draw.top_k]}
-    return SamplingParams(temperature=0.0, extra_args=extra, **params)
+    given = {_KEY: [sequence_id, draw.temperature, draw.top_p, draw.top_k]}
+    return SamplingParams(temperature=0.0, extra_args=given if draw.temperature else None, **params)
 
 
 class DrawnTokens(LogitsProcessor):  # type: ignore[misc]

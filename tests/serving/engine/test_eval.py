@@ -13,18 +13,18 @@ vllm = pytest.importorskip("vllm", reason="runs in the environment of `make test
 
 from kvkeep.cli.app import app  # noqa: E402
 from kvkeep.evaluation.comparison import compare  # noqa: E402
-from kvkeep.evaluation.records import Run  # noqa: E402
+from kvkeep.evaluation.records import Run, SampleRecord  # noqa: E402
 from kvkeep.evaluation.runlog import read_log  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own are not ours to mend
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-COMMON = ("eval", "--limit", "20", "--batch-size", "20", "--buffer", "32")
+COMMON = ("eval", "--task", "trace(size=S)", "--limit", "20", "--batch-size", "20", "--buffer", "32")
 VLLM = ("--engine", "vllm")
 # More than any prompt and answer have together: nothing is ever evicted.
 AMPLE = ("--policy", "snapkv", "--budget", "800", "--prompt-mode", "counts", "--temperature", "0")
 # Both engines evict at the same steps here.
-TIGHT = ("--policy", "keydiff", "--budget", "320", "--prompt-mode", "counts", "--prefill", "defer")
+TIGHT = ("--policy", "keydiff", "--budget", "160", "--prompt-mode", "counts", "--prefill", "defer")
 
 Answer = Callable[..., Run]
 
@@ -45,6 +45,12 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     return run
 
 
+def pairs(one: Run, other: Run) -> list[tuple[SampleRecord, SampleRecord]]:
+    """The samples of two runs by problem: a log holds them as they ended."""
+    theirs = {sample.key: sample for sample in other.samples}
+    return [(sample, theirs[sample.key]) for sample in one.samples]
+
+
 def texts(run: Run) -> dict[tuple[str, int], str]:
     return {sample.key: sample.extra["text"] for sample in run.samples}
 
@@ -54,7 +60,7 @@ def test_greedy_answers_are_those_of_transformers(answer: Answer) -> None:
     one, other = answer(*AMPLE), answer(*AMPLE, *VLLM)
     assert texts(one) == texts(other)
     assert {sample.extra["evictions"] for sample in other.samples} == {0}
-    for ours, theirs in zip(one.samples, other.samples, strict=True):
+    for ours, theirs in pairs(one, other):
         for name in (
             "steps",
             "tokens",
@@ -70,10 +76,10 @@ def test_greedy_answers_are_those_of_transformers(answer: Answer) -> None:
 def test_drawn_answers_under_evictions_are_nearly_all_the_same(answer: Answer) -> None:
     """Same noise, same entries; a token whose lead is a rounding error may differ, and then all after it."""
     one, other = answer(*TIGHT), answer(*TIGHT, *VLLM)
-    assert min(sample.extra["evictions"] for sample in other.samples) >= 2
+    assert min(sample.extra["evictions"] for sample in other.samples) >= 1
     same = [key for key, text in texts(one).items() if texts(other)[key] == text]
     assert len(same) >= 17
-    for ours, theirs in zip(one.samples, other.samples, strict=True):
+    for ours, theirs in pairs(one, other):
         if ours.key in same:
             assert ours.mean_cache == pytest.approx(theirs.mean_cache)
             assert ours.peak_cache == theirs.peak_cache
@@ -85,7 +91,7 @@ def test_the_header_says_who_wrote(answer: Answer, tmp_path: Path) -> None:
     header = other.header
     assert (one.header.engine, header.engine) == ("transformers", "vllm")
     assert header.versions["vllm"].startswith("0.")
-    assert header.extra["schedule"]["budget"] == 320
+    assert header.extra["schedule"]["budget"] == 160
     assert header.model_sha256 == one.header.model_sha256
     assert header.prompt_sha256 == one.header.prompt_sha256
     found = compare(one, other, allow=["engine", "versions", "cache"])
