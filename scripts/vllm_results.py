@@ -22,7 +22,7 @@ from kvkeep.evaluation.statistics.accuracy import accuracy
 from kvkeep.evaluation.statistics.problem_means import problem_means
 
 BASELINE, CHALLENGER = "snapkv", "keydiff"
-BUFFER = 32
+BUFFER, PROBLEMS = 32, 200
 ENGINES = {
     "transformers": ("--threads", "1"),
     "vllm": ("--engine", "vllm", "--engine-option", "max_num_seqs=200"),
@@ -44,11 +44,11 @@ FULL = "full"
 
 def arms() -> dict[tuple[str, str], list[str]]:
     """Setting and policy -> flags."""
-    found = {(FULL, FULL): ["--policy", FULL]}
+    found = {}
     for setting, (flags, _) in SETTINGS.items():
         for policy in (BASELINE, CHALLENGER):
             found[setting, policy] = ["--policy", policy, "--buffer", str(BUFFER), *flags]
-    return found
+    return {**found, (FULL, FULL): ["--policy", FULL]}
 
 
 def folder(runs: Path, engine: str, setting: str, policy: str) -> Path:
@@ -62,6 +62,8 @@ def run_all(given: argparse.Namespace) -> None:
     common = ["--limit", str(given.problems), "--batch-size", str(given.problems)]
     for engine in given.engines:
         for (setting, policy), flags in arms().items():
+            if given.arms and f"{setting}-{policy}" not in given.arms:
+                continue
             begin = time.perf_counter()
             run = evaluate(folder(given.runs, engine, setting, policy), [*flags, *ENGINES[engine]], common)
             score = accuracy(problem_means(run.samples, "score"))
@@ -71,36 +73,72 @@ def run_all(given: argparse.Namespace) -> None:
             )
 
 
-def texts(run: Run) -> dict[tuple[str, int], str]:
-    """The answers by problem and draw."""
-    return {sample.key: sample.extra["text"] for sample in run.samples}
+Runs = dict[tuple[str, str, str], Run]  # by engine, setting and policy
+
+
+def load(runs: Path) -> Runs:
+    """The runs that are complete."""
+    found = {}
+    for engine in ENGINES:
+        for arm in arms():
+            place = folder(runs, engine, *arm)
+            if (place / "run.jsonl").exists() and read_log(place).footer is not None:
+                found[engine, *arm] = read_log(place).run
+    return found
 
 
 def same_texts(one: Run, other: Run) -> str:
     """How many answers two engines have in common, word for word."""
-    ours, theirs = texts(one), texts(other)
-    return f"{sum(theirs[key] == text for key, text in ours.items())} of {len(ours)}"
+    ours, theirs = ({sample.key: sample.extra["text"] for sample in run.samples} for run in (one, other))
+    both = ours.keys() & theirs.keys()
+    return f"{sum(ours[key] == theirs[key] for key in both)} of {len(both)}"
 
 
-def difference(baseline: Run, challenger: Run) -> str:
+def difference(baseline: Run | None, challenger: Run | None) -> str:
     """A paired difference of scores, in points."""
-    found = compare(baseline, challenger, allow=["cache", "engine"]).difference
+    if baseline is None or challenger is None:
+        return "not run"
+    allowed = [
+        "cache",
+        "engine",
+        "versions",
+        "problems",
+        "missing",
+    ]  # a run of fewer problems has the first ones
+    found = compare(baseline, challenger, allow=allowed).difference
     low, high = found.interval
-    return f"{100 * found.estimate:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    both = {sample.id for sample in baseline.samples} & {sample.id for sample in challenger.samples}
+    fewer = f", {len(both)} problems" if len(both) < PROBLEMS else ""
+    return f"{100 * found.estimate:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}], p {found.p:.4f}{fewer}"
 
 
-def cell(run: Run) -> str:
-    """Score, mean cache and evictions of a run."""
-    score = accuracy(problem_means(run.samples, "score"))
-    low, high = score.interval
-    return f"{100 * score.estimate:.1f} [{100 * low:.1f}, {100 * high:.1f}] | {run.mean_cache:.1f}"
+def row(runs: Runs, setting: str, policy: str) -> str:
+    """One policy in both engines."""
+    pair = [runs.get((engine, setting, policy)) for engine in ENGINES]
+    cells = [policy]
+    for run in pair:
+        if run is None:
+            cells += ["not run", "–"]
+            continue
+        score = accuracy(problem_means(run.samples, "score"))
+        low, high = score.interval
+        fewer = f", {run.header.problems} problems" if run.header.problems < PROBLEMS else ""
+        cells.append(f"{100 * score.estimate:.1f} [{100 * low:.1f}, {100 * high:.1f}]{fewer}")
+        cells.append(f"{run.mean_cache:.1f}")
+    both = [run for run in pair if run is not None]
+    cells += [difference(*pair), same_texts(*both) if len(both) == len(pair) else "–"]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(runs: Runs, setting: str, policies: tuple[str, ...]) -> list[str]:
+    """Policies of a setting in both engines."""
+    head = "| policy | transformers | mean | vLLM | mean | vLLM − transformers | same answer |"
+    return [head, "|---" * 7 + "|", *(row(runs, setting, policy) for policy in policies), ""]
 
 
 def page(given: argparse.Namespace) -> None:
     """Write the page and the headers of its runs."""
-    found = {
-        (engine, *arm): read_log(folder(given.runs, engine, *arm)).run for engine in ENGINES for arm in arms()
-    }
+    found = load(given.runs)
     what = found["vllm", FULL, FULL].header
     software = ", ".join(f"{name} {number}" for name, number in sorted(what.versions.items()))
     lines = [
@@ -117,36 +155,14 @@ def page(given: argparse.Namespace) -> None:
         "",
         "## Full cache",
         "",
-        "| engine | score | mean |\n|---|---|---|",
-        *(f"| {engine} | {cell(found[engine, FULL, FULL])} |" for engine in ENGINES),
-        "",
-        f"Same answer, word for word: {same_texts(*(found[engine, FULL, FULL] for engine in ENGINES))}.",
-        "",
+        *table(found, FULL, (FULL,)),
     ]
     for setting, (flags, meaning) in SETTINGS.items():
-        lines += [
-            f"## {' '.join(flags)}",
-            "",
-            meaning,
-            "",
-            "| policy | transformers | mean | vLLM | mean | vLLM − transformers | same answer |",
-            "|---" * 7 + "|",
-        ]
-        pair = {
-            engine: [found[engine, setting, policy] for policy in (BASELINE, CHALLENGER)]
-            for engine in ENGINES
-        }
-        for one, other in zip(*pair.values(), strict=True):
-            cells = (
-                one.header.policy,
-                cell(one),
-                cell(other),
-                difference(one, other),
-                same_texts(one, other),
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-        lines += ["", f"| engine | {CHALLENGER} − {BASELINE} |", "|---|---|"]
-        lines += [f"| {engine} | {difference(*runs)} |" for engine, runs in pair.items()]
+        lines += [f"## {' '.join(flags)}", "", meaning, "", *table(found, setting, (BASELINE, CHALLENGER))]
+        lines += [f"| engine | {CHALLENGER} − {BASELINE} |", "|---|---|"]
+        for engine in ENGINES:
+            pair = [found.get((engine, setting, policy)) for policy in (BASELINE, CHALLENGER)]
+            lines.append(f"| {engine} | {difference(*pair)} |")
         lines.append("")
     given.out.write_text("\n".join(lines))
     headers = "".join(json.dumps(run.header.as_dict()) + "\n" for run in found.values())
@@ -161,7 +177,8 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "page"))
     parser.add_argument("--runs", type=Path, default=Path("runs/vllm"))
     parser.add_argument("--engines", nargs="*", choices=tuple(ENGINES), default=tuple(ENGINES))
-    parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--arms", nargs="*", help="only these, for example kept-snapkv")
+    parser.add_argument("--problems", type=int, default=PROBLEMS)
     parser.add_argument("--out", type=Path, default=Path("docs/results/vllm.md"))
     given = parser.parse_args()
     run_all(given) if given.what == "run" else page(given)
