@@ -142,7 +142,7 @@ def page(given: argparse.Namespace) -> None:
     what = found["vllm", FULL, FULL].header
     software = ", ".join(f"{name} {number}" for name, number in sorted(what.versions.items()))
     lines = [
-        "# The same comparison through vLLM and through transformers",
+        "# The same policies through vLLM and through transformers",
         "",
         f"`trace` (size M), model {what.model} (weights {what.model_sha256[:12]}), {what.problems} dev "
         f"problems, one draw at temperature {what.sampling.get('temperature')}, buffer {BUFFER}, float32 on "
