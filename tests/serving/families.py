@@ -42,9 +42,6 @@ def _gemma3(kinds: str) -> Any:
 _BUILDERS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SHAPE, head_dim=32)),
     "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**_SHAPE)),
-    "granite": lambda: transformers.GraniteForCausalLM(
-        transformers.GraniteConfig(**_SHAPE, attention_multiplier=0.4, logits_scaling=2.0)
-    ),
     "gemma3": lambda: _gemma3("sff"),
     "gemma3-full-first": lambda: _gemma3("fssf"),
 }

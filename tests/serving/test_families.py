@@ -15,7 +15,6 @@ pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own are not ours to
 
 FAMILIES = {
     "phi3": ["BoundedManager"],
-    "granite": ["BoundedManager"],
     "gemma3": ["BoundedManager", "BoundedManager", "SlidingWindowManager"],
     "gemma3-full-first": ["BoundedManager", "SlidingWindowManager"],
 }
@@ -37,28 +36,3 @@ def test_the_same_text_as_in_transformers(family: str, tmp_path: Path) -> None:
     assert [mismatches for mismatches, _ in readings] == [0] * 4
     assert max(difference for _, difference in readings) < 2e-4
     assert sum(read(model, None, answer)[0] for answer in answers) > 20  # the comparison can fail
-
-
-def test_a_budget_above_all_lengths_beside_sliding_windows(tmp_path: Path) -> None:
-    """Groups of layers share one pool of blocks: a mistake in ours would show in the others."""
-    write_model("gemma3", tmp_path)
-    with engine(tmp_path, None, enable_prefix_caching=False) as llm:
-        wanted = ask(llm, prompts())
-    with engine(tmp_path, {**SETTING, "budget": 400}, enable_prefix_caching=False) as llm:
-        assert ask(llm, prompts()) == wanted
-
-
-def test_prefix_caching_beside_sliding_windows_is_refused(tmp_path: Path) -> None:
-    """vLLM would find a prompt in the windows' blocks, and skip it in the bounded layers, which lack it."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    from kvkeep.core.errors import UnsupportedError
-    from kvkeep.serving.deployment import Deployment
-
-    write_model("gemma3", tmp_path)
-    given = {"model": str(tmp_path), "skip_tokenizer_init": True, "additional_config": {"kvkeep": SETTING}}
-    config = EngineArgs(**given, enable_prefix_caching=False).create_engine_config()
-    assert Deployment.of(config) is not None
-    config.cache_config.enable_prefix_caching = True
-    with pytest.raises(UnsupportedError, match="--no-enable-prefix-caching"):
-        Deployment.of(config)
