@@ -113,7 +113,7 @@ def main() -> None:
 class Watch:
     """Requests at once, use of the pool and preemptions, read from the scheduler at every step.
 
-    vLLM's own counter of preemptions counts one when the request goes on, which may be after the last reading.
+    vLLM's own counter counts a preemption when the request goes on, which may be after the last reading.
     """
 
     def __init__(self, engine: Any) -> None:
