@@ -13,12 +13,13 @@ from transformers import AutoConfig
 
 from kvkeep.core.policy import Policy
 from kvkeep.engine.spec import model_spec
+from kvkeep.serving.by_head import HeadCalls
 from kvkeep.serving.compaction import Compaction
 from kvkeep.serving.deployment import Deployment, queries_per_block
 from kvkeep.serving.heads import EqualHeads, UnequalHeads
 from kvkeep.serving.layout import Layout
 from kvkeep.serving.pages import LayerPages
-from kvkeep.serving.rounds import HeadCalls, Round, RoundPlanner
+from kvkeep.serving.rounds import Round, RoundPlanner
 from kvkeep.serving.schedule import PromptHandling, Schedule
 from kvkeep.serving.settings import Settings
 from kvkeep.testbed.shipped import shipped_model

@@ -1,36 +1,30 @@
 """A back end of vLLM over a bounded cache: its own kernels, our slots.
 
-Three mix-ins stand in front of a stock back end, its builder and its attention. They hand every round to the
-stock class as if it were a whole step of shorter sequences, so no kernel is called from here, and engines
-without kvkeep, layers with a sliding window, and encoders get the stock class and nothing else.
+Mix-ins stand in front of a stock back end, its builder (both here) and its attention (`attention.py`). They
+hand every round to the stock class as if it were a whole step of shorter sequences: no kernel is called here.
+Engines without kvkeep, layers with a sliding window, and encoders get the stock class and nothing else.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.serving import lastwords
 from kvkeep.serving.announce import INACTIVE
-from kvkeep.serving.compaction import Compaction
 from kvkeep.serving.deployment import Deployment, queries_per_block
-from kvkeep.serving.heads import EqualHeads, UnequalHeads
-from kvkeep.serving.layout import Layout
 from kvkeep.serving.ledger import LEDGER
-from kvkeep.serving.pages import LayerPages
-from kvkeep.serving.rounds import HeadCalls, Round, RoundPlanner, Rows
+from kvkeep.serving.rounds import Round, RoundPlanner
 from kvkeep.serving.spec import BoundedSpec
 
 logger = init_logger("vllm.kvkeep")
@@ -102,20 +96,23 @@ class Rounds:
         In order.
     stock
         What the stock builder made of each; ``None`` where every layer has lengths of its own.
-    common, builder
-        To make more.
+    common
+        What vLLM said of the step.
+    by_head
+        Builder for rows of one request and one KV head; ``None`` where all heads are equally long.
     """
 
     rounds: list[Round]
     stock: list[Any]
     common: CommonAttentionMetadata
-    builder: BoundedBuilder
+    by_head: BoundedBuilder | None
 
 
 class BoundedBuilder:
     """Mix-in of a metadata builder: cuts a step into rounds, once for all layers."""
 
     _planner: RoundPlanner | None
+    _by_head: BoundedBuilder | None
     _counts: bool
     supports_update_block_table: bool
 
@@ -127,7 +124,7 @@ class BoundedBuilder:
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        self._planner = None
+        self._planner, self._by_head = None, None
         deployment = ENGINE.of(vllm_config)
         if deployment is None or not isinstance(kv_cache_spec, BoundedSpec):
             return
@@ -150,6 +147,8 @@ class BoundedBuilder:
             per_block if window else 0,
             ragged=deployment.policy.traits.ragged,
         )
+        if deployment.policy.traits.ragged:
+            self._by_head = self.by_head()
         managed = _managed_layers(vllm_config)
         # Layers may stand in several groups with a builder each: a step is counted once.
         self._counts = not managed or managed[0] in layer_names
@@ -192,7 +191,7 @@ class BoundedBuilder:
             )
             for each in rounds
         ]
-        return Rounds(rounds, stock, common, self)
+        return Rounds(rounds, stock, common, self._by_head)
 
     def stock(
         self,
@@ -241,145 +240,6 @@ class BoundedBuilder:
             Where nobody has tried it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not serve heads of different length")
-
-
-class BoundedImpl:
-    """Mix-in of a layer's attention: evict, store, attend, record."""
-
-    #: Whether sequences may be rows of one KV head.
-    serves_ragged = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        deployment = ENGINE.of(get_current_vllm_config())
-        window = getattr(self, "sliding_window", -1)
-        managed = getattr(self, "attn_type", None) == AttentionType.DECODER and window in (-1, (-1, -1))
-        self._deployment = deployment if managed else None
-        if self._deployment is not None and (reasons := self._objections(self._deployment)):
-            raise UnsupportedError(
-                f"kvkeep cannot serve {self._deployment.policy.name} on {type(self).__name__}", reasons
-            )
-        self._pages: LayerPages | None = None
-        self._compaction: Compaction | None = None
-        self._heads: EqualHeads | UnequalHeads | None = None
-
-    def _objections(self, deployment: Deployment) -> list[str]:
-        """What only the layer itself knows to speak against it."""
-        reasons = []
-        if deployment.policy.traits.ragged and not self.serves_ragged:
-            reasons.append(
-                "heads of different length have been tried on CPU attention only: use another policy"
-            )
-        if getattr(self, "alibi_slopes", None) is not None:
-            reasons.append("the kernel takes ALiBi's distances from slots, and slots are not positions here")
-        if getattr(self, "kv_sharing_target_layer_name", None) is not None:
-            reasons.append("a layer reads the cache of another, which an eviction would change under it")
-        return reasons
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Nothing for managed layers: vLLM's slots are logical, ours are chosen in :meth:`forward`."""
-        if self._deployment is None:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of a step, ``[tokens, heads, dim]`` in ``output``.
-
-        Raises
-        ------
-        RuntimeError
-            If a managed layer is given metadata of another builder: two plug-ins disagree.
-        """
-        stock = super()
-        if self._deployment is None or attn_metadata is None:
-            return stock.forward(  # type: ignore[misc,attr-defined]
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            )
-        if not isinstance(attn_metadata, Rounds):
-            raise RuntimeError(
-                f"kvkeep bounds {layer.layer_name}, but its step was prepared by "
-                f"{type(attn_metadata).__name__}: another plug-in replaced part of the attention back end. "
-                "Set VLLM_PLUGINS=kvkeep."
-            )
-        if self._pages is None or self._pages.cache is not kv_cache:
-            self._open(layer, kv_cache)
-        assert self._compaction is not None
-        assert self._pages is not None
-        for one, metadata in zip(attn_metadata.rounds, attn_metadata.stock, strict=True):
-            if one.cuts is not None:
-                LEDGER.peak = max(LEDGER.peak, self._compaction.evict(one.cuts))
-            whole = slice(one.slots.shape[0]) if one.tokens is None else one.tokens
-            queries, keys, values = query[whole], key[whole], value[whole]
-            result = output[whole]  # in place for all tokens, a copy for some
-            if one.rows is None:
-                stock.do_kv_cache_update(layer, keys, values, kv_cache, one.slots)  # type: ignore
-                stock.forward(layer, queries, keys, values, kv_cache, metadata, result)  # type: ignore
-            else:
-                self._attend_by_head(layer, queries, keys, values, result, one.rows, attn_metadata)
-            if one.tokens is not None:
-                output[one.tokens] = result
-            if one.record is not None:
-                tokens, blocks, places = one.record
-                self._pages.record(blocks, places, queries if tokens is None else queries[tokens])
-        return output
-
-    def _attend_by_head(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Rows, step: Rounds
-    ) -> None:
-        """The stock attention with one row per request and KV head: pages take the part of blocks."""
-        assert self._pages is not None
-        assert self._heads is not None
-        pages = self._pages
-        calls = HeadCalls.of(rows, self._heads.of(rows.blocks, rows.before, rows.fresh), pages.slots)
-        cache = pages.by_page()
-        metadata = step.builder.by_head().stock(
-            step.common, calls.query_start_loc, calls.seq_lens, calls.longest, calls.table, calls.slots
-        )
-        keys, values = calls.gather(key), calls.gather(value)
-        queries, result = calls.gather(query), calls.gather(output)
-        super().do_kv_cache_update(layer, keys, values, cache, calls.slots)  # type: ignore
-        super().forward(layer, queries, keys, values, cache, metadata, result)  # type: ignore
-        calls.scatter(result, output)
-
-    def _open(self, layer: Any, kv_cache: Tensor) -> None:
-        """Take over the cache of this layer."""
-        assert self._deployment is not None
-        slots, dim = kv_cache.shape[2], kv_cache.shape[3] // 2
-        heads, kv_heads = self.num_heads, kv_cache.shape[1]  # type: ignore[attr-defined]
-        update = super().do_kv_cache_update  # type: ignore[misc]
-        layout = Layout.learn(
-            lambda key, value, cache, at: update(layer, key, value, cache, at),
-            slots=slots,
-            dim=dim,
-            dtype=kv_cache.dtype,
-            device=kv_cache.device,
-        )
-        policy = self._deployment.policy
-        per_block = queries_per_block(slots, heads, kv_heads) if policy.traits.queries else 0
-        self._pages = LayerPages(kv_cache, layout, heads, per_block)
-        self._heads = (
-            UnequalHeads(self._pages, policy.buffer) if policy.traits.ragged else EqualHeads(self._pages)
-        )
-        factor = self.scale * math.sqrt(dim)  # type: ignore[attr-defined]
-        self._compaction = Compaction(
-            self._deployment.on(kv_cache.device),
-            extract_layer_index(layer.layer_name),
-            self._pages,
-            self._heads,
-            1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor,
-        )
 
 
 def _managed_layers(config: VllmConfig) -> list[str]:

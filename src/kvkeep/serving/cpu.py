@@ -10,7 +10,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from kvkeep.serving.bounded import BoundedBackend, BoundedBuilder, BoundedImpl, narrowed
+from kvkeep.serving.attention import BoundedImpl
+from kvkeep.serving.bounded import BoundedBackend, BoundedBuilder, narrowed
 
 
 class BoundedCPUImpl(BoundedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]

@@ -32,7 +32,8 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from kvkeep.serving.bounded import ENGINE, BoundedBackend, BoundedBuilder, BoundedImpl
+from kvkeep.serving.attention import BoundedImpl
+from kvkeep.serving.bounded import ENGINE, BoundedBackend, BoundedBuilder
 
 
 class BoundedFlashImpl(BoundedImpl, FlashAttentionImpl):  # type: ignore[misc]

@@ -148,7 +148,7 @@ class Running:
         blocks = torch.from_numpy(owned[schedule.side_blocks :])[None]
         positions = []
         for layer in self.layers:
-            noted = layer._pages.read_positions(layer._pages.table(blocks))[0].tolist()
+            noted = layer._cache.pages.read_positions(layer._cache.pages.table(blocks))[0].tolist()
             old = 0 if seen <= first else kept  # what came since the last eviction stands in line
             tail = list(range(seen - count + old, seen))
             positions.append([sorted(head[:old]) + tail for head in noted])
