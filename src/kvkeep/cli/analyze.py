@@ -5,11 +5,15 @@ from __future__ import annotations
 import typer
 
 from kvkeep.cli.analyze_dilution import dilution
+from kvkeep.cli.analyze_quantization import quantization
+from kvkeep.cli.analyze_values import values
 
-app = typer.Typer(help="Look at what a policy does to attention.", no_args_is_help=True)
+app = typer.Typer(help="Look at attention under a policy, and at values in a cache.", no_args_is_help=True)
 app.command("dilution")(dilution)
+app.command("values")(values)
+app.command("quantization")(quantization)
 
 
 @app.callback()
 def root() -> None:
-    """Look at what a policy does to attention."""
+    """Look at attention under a policy, and at values in a cache."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvkeep import __version__
 from kvkeep.core.errors import ConfigError
@@ -105,10 +106,7 @@ class Report:
 
     def html(self) -> str:
         """The page; needs jinja2."""
-        jinja = need("jinja2", extra="eval", purpose="writing a report")
-        environment = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-        return str(template.render(report=self, outcomes=OUTCOMES, version=__version__))
+        return render(self, written="from run logs")
 
     def markdown(self) -> str:
         """The same without figures."""
@@ -127,6 +125,20 @@ class Report:
             for name, table in section.tables.items():
                 lines += [f"### {name}", "", table.markdown(), ""]
         return "\n".join(lines).rstrip() + "\n"
+
+
+def render(report: Any, *, written: str) -> str:
+    """Fill the template with anything that has a title, sections and a decision or ``None``; needs jinja2.
+
+    Parameters
+    ----------
+    written
+        From what, in the last line of the page.
+    """
+    jinja = need("jinja2", extra="eval", purpose="writing a report")
+    environment = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return str(template.render(report=report, outcomes=OUTCOMES, version=__version__, written=written))
 
 
 def make_report(runs: Sequence[Run], *, title: str = "kvkeep report", family: Family | None = None) -> Report:
