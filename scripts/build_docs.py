@@ -19,6 +19,8 @@ import kvkeep
 from kvkeep.cli.app import app
 from kvkeep.core.policy import Policy
 from kvkeep.policies.allocated import SHARES
+from kvkeep.policies.rescored import NormWeighted, Recency
+from kvkeep.policies.shared_layers import SharedLayers
 
 ROOT = Path(__file__).resolve().parent.parent
 _SECTION = re.compile(r"^(\w[\w ]*)\n-{3,}\n", re.MULTILINE)
@@ -59,14 +61,18 @@ def policy_page() -> str:
     ]
     named = {f"## {name}": policy for name, policy in kvkeep.available_policies().items()}
     named |= {
+        "## Part: what changes the score: `+ norm-weighted`": NormWeighted,
+        "## Part: what changes the score: `+ recency`": Recency,
         "## Parts: how entries are chosen: `+ top-k`, `+ sample`, `+ reserve`": kvkeep.Composed,
+        "## Part: which layers share a selection: `+ shared-layers`": SharedLayers,
         "## Parts: how the budget is shared out: " + ", ".join(f"`+ {name}`" for name in SHARES): (
             kvkeep.Allocated
         ),
     }
     for heading, policy in named.items():
         parts = sections(policy)
-        lines += [heading, "", f"`kvkeep.{policy.__name__}`", "", plain(parts[""]), ""]
+        home = "kvkeep" if hasattr(kvkeep, policy.__name__) else policy.__module__
+        lines += [heading, "", f"`{home}.{policy.__name__}`", "", plain(parts[""]), ""]
         lines += ["**Options**", ""]
         for entry in re.split(r"\n(?=\S)", parts.get("Parameters", "")):
             option, _, description = entry.partition("\n")

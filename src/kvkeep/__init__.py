@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from kvkeep.engine.retention_cache import RetentionCache
     from kvkeep.engine.trace import Trace
     from kvkeep.policies.allocated import Allocated
-    from kvkeep.policies.compose import Composed, policy
+    from kvkeep.policies.compose import policy
+    from kvkeep.policies.composed import Composed
     from kvkeep.policies.cur import CurDKV
     from kvkeep.policies.db_trim_kv import DBTrimKV
     from kvkeep.policies.expected_attention import ExpectedAttention
@@ -36,7 +37,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Allocated": "kvkeep.policies.allocated",
     "Budget": "kvkeep.core.budget",
-    "Composed": "kvkeep.policies.compose",
+    "Composed": "kvkeep.policies.composed",
     "CurDKV": "kvkeep.policies.cur",
     "DBTrimKV": "kvkeep.policies.db_trim_kv",
     "ExpectedAttention": "kvkeep.policies.expected_attention",

@@ -28,6 +28,10 @@ TEXTS = [
     "snapkv + sample + reserve",
     "keydiff + sample",
     "tova + sample + reserve",
+    "snapkv + norm-weighted",
+    "keydiff + norm-weighted + sample",
+    "tova + norm-weighted",
+    "r-kv + recency(weight=2)",
 ]
 
 

@@ -26,8 +26,7 @@ def listing(context: typer.Context, as_json: AsJson = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from kvkeep import available_policies
-    from kvkeep.policies.allocated import SHARES
-    from kvkeep.policies.compose import CHOICES
+    from kvkeep.policies.compose import PART_GROUPS
 
     rows = [describe(kind) for kind in available_policies().values()]
     if as_json:
@@ -49,8 +48,8 @@ def listing(context: typer.Context, as_json: AsJson = False) -> None:
     texts = {"policy": 18, "what it does": 20, "evicts": 8, "scope": 5, "needs": 11, "random": 6}
     show_table(names, cells, texts=texts, console=console)
     console.print("`kvkeep policies show NAME` says more. Parts combine: 'triattention + sample + reserve'.")
-    console.print(f"How entries are chosen: {_parts(CHOICES)}.", markup=False, soft_wrap=True)
-    console.print(f"How the budget is shared out: {_parts(SHARES)}.", markup=False, soft_wrap=True)
+    for meaning, parts in PART_GROUPS.items():
+        console.print(f"{meaning}: {_parts(parts)}.", markup=False, soft_wrap=True)
 
 
 def _parts(parts: Mapping[str, Sequence[str]]) -> str:

@@ -212,7 +212,7 @@ class Policy(ABC):
         return list(counts)
 
     def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
-        """Score, check the scores, allocate, select.
+        """Score, check the scores, decide by them.
 
         Raises
         ------
@@ -222,6 +222,12 @@ class Policy(ABC):
         scores = self.score_all(views)
         for view, score in zip(views, scores, strict=True):
             check_scores(self.name, view, score)
+        return self.decide_by(views, scores, counts)
+
+    def decide_by(
+        self, views: Sequence[LayerView], scores: Sequence[Tensor], counts: Sequence[KeepCounts]
+    ) -> list[KeepDecision]:
+        """What follows the scores, whoever made them: allocate, select."""
         shares = self.allocate(views, scores, counts)
         return [
             self.select(view, score, share) for view, score, share in zip(views, scores, shares, strict=True)

@@ -84,6 +84,8 @@ class Traits:
         After an eviction every head holds exactly the count it was given.
     ragged
         Heads may keep different numbers of entries: the engine lays out the paged store.
+    shared
+        Layers share a selection: they cannot hold different numbers of entries.
     trained
         The policy needs trained weights.
     """
@@ -99,4 +101,5 @@ class Traits:
     random: bool = False
     exact_budget: bool = True
     ragged: bool = False
+    shared: bool = False
     trained: bool = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -14,11 +14,11 @@ from kvkeep.allocation.pool import Pool
 from kvkeep.allocation.pyramid import pyramid
 from kvkeep.allocation.uniform import uniform
 from kvkeep.allocation.whole_model import above_threshold, whole_model
-from kvkeep.core.budget import Budget
 from kvkeep.core.decision import KeepCounts, KeepDecision
 from kvkeep.core.policy import Policy
-from kvkeep.core.traits import DecodeTrigger, PrefillTrigger, Traits
+from kvkeep.core.traits import Traits
 from kvkeep.core.view import LayerView
+from kvkeep.policies.wrapped import Wrapped
 from kvkeep.scoring.calibrate import CALIBRATIONS, Calibration
 
 Share = Literal["uniform", "pyramid", "adaptive-heads", "whole-model"]
@@ -34,7 +34,7 @@ _SAFE = 0.2  # kvpress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocated(Policy):
+class Allocated(Wrapped):
     """Score and choose as one policy does, but let heads or layers keep different numbers of entries.
 
     Heads differ: some look at a handful of entries, others at everything. The budget stays what it is on
@@ -83,7 +83,8 @@ class Allocated(Policy):
     'snapkv + adaptive-heads(floor=0.2)'
     """
 
-    base: Policy
+    changes: ClassVar[str] = "share out"
+
     share: Share
     beta: float = 20.0
     safe: float | None = None
@@ -91,30 +92,21 @@ class Allocated(Policy):
     calibrate: Calibration = "raw"
     threshold: float | None = None
 
-    # Whatever Policy has as fields comes from the base.
-    budget: int | Budget = field(init=False, repr=False, default=0)
-    buffer: int = field(init=False, repr=False, default=0)
-    sinks: int = field(init=False, repr=False, default=0)
-    trigger: DecodeTrigger = field(init=False, repr=False, default="never")
-    prefill: PrefillTrigger = field(init=False, repr=False, default="defer")
-
     def __post_init__(self) -> None:
         if self.share != "uniform":  # layers no longer hold the same tokens
             object.__setattr__(self, "base", self.base.per_layer())
-        for name in ("budget", "buffer", "sinks", "trigger", "prefill", "mass", "one_set"):
-            object.__setattr__(self, name, getattr(self.base, name))
         self._require(self.share in SHARES, f"share {self.share!r} is none of {tuple(SHARES)}")
-        object.__setattr__(self, "name", self._label())
-        self._require(
-            self.base.bounded, f"{self.base.name} keeps everything, so there is nothing to share out"
-        )
+        super().__post_init__()
         self._require(
             not self.one_set or self.share in ("uniform", "pyramid"),
             f"all heads of a layer keep one set of entries under {self.base.name}, so they cannot differ in "
             "number: take '+ pyramid', or another policy",
         )
+        self._require(
+            not self.base.traits.shared or self.share == "uniform",
+            f"layers that share a selection cannot differ in number: leave shared-layers or {self.share} out",
+        )
         self._check_options()
-        super().__post_init__()
 
     def _check_options(self) -> None:
         for option in ("safe", "floor", "threshold"):
@@ -162,41 +154,13 @@ class Allocated(Policy):
             exact_budget=traits.exact_budget and self.threshold is None,
         )
 
-    @property
-    def recent(self) -> int:
-        """What the base protects."""
-        return self.base.recent
-
-    @property
-    def protects_prompt(self) -> bool:
-        """What the base protects."""
-        return self.base.protects_prompt
-
-    def with_budget(self, budget: int | Budget) -> Self:
-        """The same with another budget."""
-        return dataclasses.replace(self, base=self.base.with_budget(budget))
-
-    def check(self, spec: Any) -> list[str]:
-        """Whatever the base objects to."""
-        return self.base.check(spec)
-
-    def score(self, view: LayerView) -> Tensor:
-        """The base's score."""
-        return self.base.score(view)
-
-    def score_all(self, views: Sequence[LayerView]) -> list[Tensor]:
-        """The base's scores."""
-        return self.base.score_all(views)
-
-    def select(self, view: LayerView, scores: Tensor, counts: KeepCounts) -> KeepDecision:
-        """The base's choice, at the counts of :meth:`allocate`."""
-        return self.base.select(view, scores, counts)
-
-    def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
-        """Score, check the scores, allocate, select; equal shares are left to the base."""
+    def decide_by(
+        self, views: Sequence[LayerView], scores: Sequence[Tensor], counts: Sequence[KeepCounts]
+    ) -> list[KeepDecision]:
+        """Allocate, and let the base select; equal shares are left to the base."""
         if self.share == "uniform" and not self.base.traits.ragged:
-            return self.base.decide(views, counts)
-        return super().decide(views, counts)
+            return self.base.decide_by(views, scores, counts)
+        return Policy.decide_by(self, views, scores, counts)
 
     def allocate(
         self, views: Sequence[LayerView], scores: Sequence[Tensor], counts: Sequence[KeepCounts]

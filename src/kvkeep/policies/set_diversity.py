@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvkeep.core.decision import KeepCounts, KeepDecision
-from kvkeep.core.policy import check_scores
 from kvkeep.core.view import LayerView
 from kvkeep.policies.triattention import SelectionMode, TriAttention
 from kvkeep.scoring.standardize import standardize
@@ -101,13 +100,13 @@ class SetDiversity(TriAttention):
             return super().select(view, scores, counts)
         return self._pick(view, view.values, scores, counts)
 
-    def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
-        """Score, check the scores, and pick: once for all layers in the first two modes."""
+    def decide_by(
+        self, views: Sequence[LayerView], scores: Sequence[Tensor], counts: Sequence[KeepCounts]
+    ) -> list[KeepDecision]:
+        """Pick: once for all layers in the first two modes, where all have the same scores."""
         if self.mode == "per-layer-per-head" or self.lam == 0:
-            return super().decide(views, counts)
-        view, scores = views[0], self.score_all(views)[0]
-        check_scores(self.name, view, scores)
-        decision = self._pick(view, self._shared_values(views), scores, counts[0])
+            return super().decide_by(views, scores, counts)
+        decision = self._pick(views[0], self._shared_values(views), scores[0], counts[0])
         return [
             KeepDecision(decision.indices.to(each.keys.device), decision.lengths.to(each.keys.device))
             for each in views

@@ -15,8 +15,18 @@ def standardize(scores: Tensor, among: Tensor) -> Tensor:
     among
         bool, same shape: the entries that mean and deviation are taken over; the others get 0.
     """
+    centred, deviation = _moments(scores, among)
+    return centred / deviation
+
+
+def deviations(scores: Tensor, among: Tensor) -> Tensor:
+    """What :func:`standardize` divides by, ``[batch, kv_heads, 1]``."""
+    return _moments(scores, among)[1]
+
+
+def _moments(scores: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     count = among.sum(-1, keepdim=True).clamp(min=1)
     mean = scores.masked_fill(~among, 0.0).sum(-1, keepdim=True) / count
     centred = (scores - mean).masked_fill(~among, 0.0)
     deviation = (centred.square().sum(-1, keepdim=True) / count).sqrt()
-    return centred / deviation.clamp(min=1e-6)
+    return centred, deviation.clamp(min=1e-6)

@@ -7,8 +7,7 @@ from typing import Any
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
-from kvkeep.policies.allocated import Allocated
-from kvkeep.policies.compose import Composed
+from kvkeep.policies.wrapped import Wrapped
 from kvkeep.serving.settings import KEY, Settings
 
 
@@ -34,7 +33,7 @@ def spelled(policy: Policy, *, calibration: str | None = None) -> dict[str, Any]
     {'policy': 'snapkv', 'budget': 512, 'buffer': 64, 'prefill': 'defer', 'prompt': 'counts'}
     """
     base = policy
-    while isinstance(base, Composed | Allocated):
+    while isinstance(base, Wrapped):
         base = base.base
     options = {
         each.name: getattr(base, each.name)
