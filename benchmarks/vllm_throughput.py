@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--policy", default="vase-dkv")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first", choices=("plain", "kvkeep"), default="plain", help="built and timed first")
     parser.add_argument("--block-size", type=int, default=32)
     for name in ("requests", "prompt", "answer", "blocks", "budget", "buffer"):
         parser.add_argument(f"--{name}", type=int, default=None, help="instead of the case's own")
@@ -66,7 +67,9 @@ def main() -> None:
         "seed": 0,
     }
     setting = {"policy": given.policy, "budget": case["budget"], "buffer": case["buffer"]}
-    engines = {"plain": LLM(**common), "kvkeep": LLM(**common, additional_config={"kvkeep": setting})}
+    extra = {"plain": {}, "kvkeep": {"additional_config": {"kvkeep": setting}}}
+    order = sorted(extra, key=lambda name: name != given.first)
+    engines = {name: LLM(**common, **extra[name]) for name in order}
     vocabulary = engines["plain"].model_config.get_vocab_size()
     draw = random.Random(0)
     prompts = [

@@ -105,9 +105,11 @@ class BoundedImpl:
         for one, metadata in zip(attn_metadata.rounds, attn_metadata.stock, strict=True):
             if one.cuts is not None:
                 LEDGER.peak = max(LEDGER.peak, cache.compaction.evict(one.cuts))
-            whole = slice(one.slots.shape[0]) if one.tokens is None else one.tokens
-            queries, keys, values = query[whole], key[whole], value[whole]
-            result = output[whole]  # in place for all tokens, a copy for some
+            queries, keys, values, result = query, key, value, output
+            if one.tokens is not None or one.slots.shape[0] != query.shape[0]:
+                part = slice(one.slots.shape[0]) if one.tokens is None else one.tokens
+                queries, keys, values = query[part], key[part], value[part]
+                result = output[part]  # in place for all tokens, a copy for some
             if one.rows is None:
                 stock.do_kv_cache_update(layer, keys, values, kv_cache, one.slots)  # type: ignore
                 stock.forward(layer, queries, keys, values, kv_cache, metadata, result)  # type: ignore

@@ -187,7 +187,7 @@ class BoundedBuilder:
                 each.longest,
                 each.block_table,
                 each.slots,
-                host=(each.bounds_cpu, each.lens_cpu),
+                host=(each.bounds_cpu, each.lens_cpu, each.most_tokens),
             )
             for each in rounds
         ]
@@ -201,20 +201,25 @@ class BoundedBuilder:
         longest: int,
         block_table: Tensor,
         slots: Tensor,
-        host: tuple[Tensor, Tensor] | None = None,
+        host: tuple[Tensor, Tensor, int] | None = None,
     ) -> Any:
         """The stock metadata of one round, as if it were a step.
 
         Parameters
         ----------
         host
-            ``query_start_loc`` and ``seq_lens`` on the host, where they are known there.
+            ``query_start_loc``, ``seq_lens`` and the most new tokens of a row on the host, where they are
+            known there.
         """
-        bounds, lens = (query_start_loc.cpu(), seq_lens.cpu()) if host is None else host
+        if host is None:
+            bounds, lens = query_start_loc.cpu(), seq_lens.cpu()
+            most_tokens = int(bounds.diff().max())
+        else:
+            bounds, lens, most_tokens = host
         step = common.replace(
             num_reqs=seq_lens.shape[0],
             num_actual_tokens=slots.shape[0],
-            max_query_len=int(bounds.diff().max()),
+            max_query_len=most_tokens,
             max_seq_len=longest,
             query_start_loc=query_start_loc,
             query_start_loc_cpu=bounds,

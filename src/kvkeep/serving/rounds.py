@@ -58,6 +58,8 @@ class Round:
         int32 ``[rows]``: entries to attend to, the new ones included.
     longest
         The largest of them.
+    most_tokens
+        The most new tokens of a row.
     block_table
         int32 ``[rows, blocks]``.
     slots
@@ -78,6 +80,7 @@ class Round:
     query_start_loc: Tensor
     seq_lens: Tensor
     longest: int
+    most_tokens: int
     block_table: Tensor
     slots: Tensor
     cuts: Cuts | None
@@ -191,13 +194,10 @@ class RoundPlanner:
         longest = int(lens.max(initial=1))
         row_table = block_table if tokens is None else block_table[upload(rows, device)]
         table = row_table[:, schedule.side_blocks : schedule.side_blocks - (-longest // size)].contiguous()
-        # The token's place among those of its row, whatever the rows before it have.
-        total = int(count.sum())
-        owner = np.repeat(np.arange(len(rows)), count)
-        offset = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
-        where = upload(slot[owner] + offset, device)
+        owner, offset = _places(count)
+        block, place = np.divmod(slot[owner] + offset, size)
         owners = upload(owner, device)
-        slots = table[owners, where // size].long() * size + where % size
+        slots = table[owners, upload(block, device)].long() * size + upload(place, device)
         own = None
         if self.ragged:
             own = Rows(
@@ -208,13 +208,17 @@ class RoundPlanner:
                 owner=owners,
                 offset=upload(offset, device),
             )
-        cuts = self._cuts(np.flatnonzero(cut), position, kept, first, row_table) if cut.any() else None
+        cuts, evicted = None, 0
+        if cut.any():
+            cuts = self._cuts(np.flatnonzero(cut), position, kept, first, row_table)
+            evicted = int((np.where(position == first, position, kept + schedule.buffer) - kept)[cut].sum())
         record = self._record(owner, offset, position, count, row_table) if self.window else None
         return Round(
             tokens=None if tokens is None else upload(tokens, device),
             query_start_loc=upload(bounds, device),
             seq_lens=upload(lens, device),
             longest=longest,
+            most_tokens=int(count.max(initial=0)),
             block_table=table,
             slots=slots,
             cuts=cuts,
@@ -222,7 +226,7 @@ class RoundPlanner:
             bounds_cpu=torch.from_numpy(bounds),
             lens_cpu=torch.from_numpy(lens),
             rows=own,
-            evicted=int((np.where(position == first, position, kept + schedule.buffer) - kept)[cut].sum()),
+            evicted=evicted,
         )
 
     def _main(self, row_table: Tensor, slots: int) -> Tensor:
@@ -275,3 +279,12 @@ class RoundPlanner:
         owners = upload(owner, row_table.device)
         places = upload(place, row_table.device)
         return tokens, row_table[owners, places // self.per_block].long(), places % self.per_block
+
+
+def _places(count: IntArray) -> tuple[IntArray, IntArray]:
+    """The row of every token, and its place among the tokens of that row, ``[tokens]`` each."""
+    rows = np.arange(len(count))
+    if bool((count == 1).all()):  # a decode step, where every operation counts
+        return rows, np.zeros_like(rows)
+    owner = np.repeat(rows, count)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
