@@ -86,6 +86,7 @@ def test_engine_options_are_read_like_policy_options() -> None:
         ({"attention": "eager"}, "--attention"),
         ({"device": "cpu"}, "--device"),
         ({"gates": Path("gates")}, "--gates"),
+        ({"log_evictions": True}, "--log-evictions"),
     ],
 )
 def test_settings_that_an_engine_cannot_follow_are_refused(changes: dict[str, object], message: str) -> None:

@@ -276,3 +276,31 @@ def test_empty_prompts_are_refused() -> None:
     with pytest.raises(ConfigError, match="empty"):
         pad_left([[4], []], 0)
     assert WORDS > 4
+
+
+@pytest.mark.parametrize("policy", ["random", "vase", "snapkv"])
+def test_evictions_are_noted_and_change_nothing(policy: str) -> None:
+    """Each text has the evictions that its own trace counts, whoever shares its batch."""
+    plain, noting = generator(POLICIES[policy]), generator(POLICIES[policy])
+    noting.log_evictions = True
+    wanted = jobs()
+    bare, noted = list(plain.generate(wanted)), list(noting.generate(wanted))
+    assert texts(bare) == texts(noted)
+    assert not any("evicted" in completion.extra for completion in bare)
+    layers_and_heads = 4
+    for completion in noted:
+        found = completion.extra["evicted"]
+        assert len(found) == completion.evictions
+        stored = completion.prompt_tokens
+        budget = POLICIES[policy].budget
+        for one in found:
+            # The rule alone says when: at budget plus a multiple of the buffer.
+            held = stored + one["at"]
+            assert held > budget.entries
+            assert one["entries"] == layers_and_heads * (held - budget.entries)
+            stored -= held - budget.entries
+            assert 0 <= one["range"] <= 1
+    (first,) = noting.generate(wanted[:1])
+    together = next(one for one in noted if one.job.key == first.job.key)
+    assert first.extra["evicted"] == together.extra["evicted"]
+    assert any(completion.extra["evicted"] for completion in noted)

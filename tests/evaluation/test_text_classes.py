@@ -9,6 +9,7 @@ import pytest
 from kvkeep.evaluation.grading.text_classes import (
     failure_class,
     loop_onset,
+    loop_start,
     novelty_min,
     tail_period,
     text_facts,
@@ -50,6 +51,18 @@ def test_ordinary_texts_raise_no_alarm() -> None:
         facts = text_facts(" ".join(steps), " ".join(steps).split(), finished=True)
         alarms += facts.failure_class != "ok" or facts.tail_period is not None
     assert alarms <= 3
+
+
+def test_a_loop_begins_with_its_first_repeated_token() -> None:
+    """Planted at known places: one token off, and the eviction before it would be another."""
+    for seed in range(20):
+        text, cycle = tokens(seed, 50 + seed), [1000 + place for place in range(1 + seed)]
+        looped = text + cycle * 3 + cycle[: seed // 2]
+        facts = text_facts("", looped, finished=False)
+        assert facts.tail_period == len(cycle)
+        assert facts.loop_start == len(text) + len(cycle)
+    assert text_facts("", tokens(0, 50), finished=False).loop_start is None
+    assert loop_start([7, 7, 7, 7], 1) == 1
 
 
 def test_loops_of_tokens_are_found_with_their_period() -> None:

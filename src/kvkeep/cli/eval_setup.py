@@ -97,6 +97,8 @@ class Setup:
         As for ``kvkeep generate``.
     engine, engine_options
         Who writes the samples, and arguments of that engine.
+    log_evictions
+        Note what every eviction takes away.
     """
 
     task: str
@@ -116,6 +118,7 @@ class Setup:
     threads: int | None = None
     engine: str = "transformers"
     engine_options: tuple[tuple[str, Any], ...] = ()
+    log_evictions: bool = False
 
     def __post_init__(self) -> None:
         check_engine(self)
@@ -166,6 +169,7 @@ def check_engine(setup: Setup) -> None:
         "--attention": setup.attention != "sdpa",
         "--device": setup.device != "auto",
         "--threads": setup.threads is not None,
+        "--log-evictions": setup.log_evictions,
     }
     for flag, given in unused.items():
         if given:
@@ -232,6 +236,7 @@ def make_generator(setup: Setup) -> ModelGenerator | VllmGenerator:
         calibration=loading.load_calibration(setup.calibration, loaded),
         gates=loading.load_gates(setup.gates, loaded),
         prefill_chunk=setup.prefill_chunk,
+        log_evictions=setup.log_evictions,
     )
 
 

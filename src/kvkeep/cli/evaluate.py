@@ -58,6 +58,14 @@ def evaluate(
     workers: Annotated[int | None, typer.Option(help="Ray workers, one model each [one a GPU].")] = None,
     engine: flags.Engine = "transformers",
     engine_option: flags.EngineOptions = None,
+    log_evictions: Annotated[
+        bool,
+        typer.Option(
+            "--log-evictions",
+            help="Note of every eviction how large, how old and where from the entries are that go "
+            "(kvkeep analyze loops reads it).",
+        ),
+    ] = False,
     threads: opt.Threads = None,
     dtype: opt.Dtype = "float32",
     attention: opt.Attention = "sdpa",
@@ -90,6 +98,7 @@ def evaluate(
         threads=threads,
         engine=engine,
         engine_options=flags.read_engine_options(engine_option),
+        log_evictions=log_evictions,
     )
     from kvkeep.cli import report
     from kvkeep.evaluation import runner

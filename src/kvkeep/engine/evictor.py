@@ -10,6 +10,7 @@ import torch
 from kvkeep.core.decision import KeepCounts, KeepDecision
 from kvkeep.core.errors import BudgetError, CacheIntegrityError
 from kvkeep.core.policy import Policy
+from kvkeep.engine.eviction import Eviction, Observer
 from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.step import Step
@@ -35,6 +36,8 @@ class Evictor:
         Longest sequence expected: preallocates a cache without a bound.
     profile
         Time evictions in :attr:`seconds`.
+    observer
+        Shown each layer's eviction before it is carried out.
     """
 
     def __init__(
@@ -46,10 +49,12 @@ class Evictor:
         max_positions: int | None,
         context: int | None,
         profile: bool,
+        observer: Observer | None = None,
     ) -> None:
         self.policy, self.traits = policy, policy.traits
         self.rows, self.counter = rows, counter
         self.max_positions, self.context, self.profile = max_positions, context, profile
+        self.observer = observer
         self.seconds = 0.0
         # Asked for by every layer, row and step: worth not deriving each time.
         self._count = policy.amount.count if policy.bounded else 0
@@ -138,8 +143,11 @@ class Evictor:
             counts.append(KeepCounts(per_head, max(lens)))
         views = [layers[0].view(rows)] if len(layers) == 1 else LayerViews(layers, rows)
         decisions = self.policy.decide(views, counts)
-        for layer, decision in zip(layers, decisions, strict=True):
+        for place, (layer, decision) in enumerate(zip(layers, decisions, strict=True)):
             self._check_shape(decision, len(rows), layer, max(lens))
+            if self.observer is not None:
+                names = tuple(self.rows.sequence_ids[row] for row in rows)
+                self.observer(Eviction(view=views[place], decision=decision, sequence_ids=names))
             layer.compact(rows, decision, lens)
             self.counter.evicted(layer.place, len(rows))
         for row in rows:

@@ -22,6 +22,7 @@ from kvkeep.engine.arguments import (
 )
 from kvkeep.engine.attention import prepare
 from kvkeep.engine.dense_layer import DenseLayer
+from kvkeep.engine.eviction import Observer
 from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.fitting import StoreKind, fit, store_kind
 from kvkeep.engine.layer import RetentionLayer
@@ -76,6 +77,9 @@ class RetentionCache(Cache):
         differ, in pages of a pool that all layers share. ``"auto"``: paged where the policy needs it.
     page_size
         Entries per page of the paged store.
+    on_eviction
+        Called with an :class:`~kvkeep.engine.eviction.Eviction` for each layer that evicts, before anything
+        moves: what the policy saw and what it decided. It watches; it changes nothing.
 
     Raises
     ------
@@ -107,6 +111,7 @@ class RetentionCache(Cache):
         trace_rows: bool = False,
         store: StoreKind = "auto",
         page_size: int = 32,
+        on_eviction: Observer | None = None,
     ) -> None:
         require_model(model)
         if not isinstance(policy, Policy):
@@ -137,6 +142,7 @@ class RetentionCache(Cache):
             policy = policy.with_budget(budget)
         self.policy, self.traits = policy, policy.traits
         self._context, self._profile, self._trace_rows = context, profile, trace_rows
+        self._on_eviction = on_eviction
         #: Numbers that are kept per entry beside key, value and position.
         self.extras = tuple(name for name in ("attention_sum", "log_retention") if getattr(self.traits, name))
         self.rope, self.calibration = fit(policy, model, self.spec, calibration, gates)
@@ -169,6 +175,7 @@ class RetentionCache(Cache):
             max_positions=self.spec.max_positions,
             context=self._context,
             profile=self._profile,
+            observer=self._on_eviction,
         )
         self.pools = Pools(self.evictor, len(self.spec.managed), self._page_size, self.extras)
         self._step: Step | None = None

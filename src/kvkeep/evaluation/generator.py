@@ -17,6 +17,7 @@ from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.spec import model_spec
 from kvkeep.evaluation.asking import as_text, encode, header_facts
 from kvkeep.evaluation.decoding import Written, decode
+from kvkeep.evaluation.eviction_log import EvictionLog
 from kvkeep.evaluation.identity import weights_sha256
 from kvkeep.evaluation.prompts import PromptTemplate
 from kvkeep.evaluation.sampling import Sampler, Sampling
@@ -130,6 +131,8 @@ class ModelGenerator:
         For policies that need them.
     prefill_chunk
         Read prompts so many tokens at a time.
+    log_evictions
+        Note what every eviction takes away, in ``extra["evicted"]`` of the completions.
 
     Raises
     ------
@@ -149,10 +152,12 @@ class ModelGenerator:
         calibration: Any = None,
         gates: Any = None,
         prefill_chunk: int | None = None,
+        log_evictions: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.policy, self.template, self.sampling = checked(policy), template, sampling
         self.calibration, self.gates, self.prefill_chunk = calibration, gates, prefill_chunk
+        self.log_evictions = log_evictions
         self._spec = model_spec(model.config)
         self._end_tokens = end_tokens(model, tokenizer)
         self._weights: str | None = None
@@ -193,6 +198,7 @@ class ModelGenerator:
         limits = [self.sampling.new_tokens(len(prompt), self._spec.max_positions) for prompt in prompts]
         device = self.model.device
         ids, mask = (tensor.to(device) for tensor in pad_left(prompts, self._padding()))
+        log = EvictionLog() if self.log_evictions else None
         cache = RetentionCache(
             self.model,
             self.policy,
@@ -200,6 +206,7 @@ class ModelGenerator:
             calibration=self.calibration,
             gates=self.gates,
             trace_rows=True,
+            on_eviction=log,
         )
         for written in decode(
             self.model,
@@ -212,7 +219,10 @@ class ModelGenerator:
             chunk=self.prefill_chunk,
         ):
             job, prompt = jobs[written.row], prompts[written.row]
-            yield self._completion(job, len(prompt), written, cache, len(jobs))
+            completion = self._completion(job, len(prompt), written, cache, len(jobs))
+            if log is not None:
+                completion.extra["evicted"] = log.of(job.sequence_id)
+            yield completion
 
     def close(self) -> None:
         """Nothing to end: the model goes with its last user."""

@@ -43,6 +43,8 @@ class TextFacts:
         Length of the cycle, in tokens, in which the text ends (three rounds at least), or ``None``.
     zlib_tail
         Compressed size of the last 4 KiB over their size.
+    loop_start
+        Token (from 0) at which that cycle begins to repeat what it has said, or ``None``.
     """
 
     failure_class: FailureClass
@@ -50,6 +52,7 @@ class TextFacts:
     loop_onset: int | None
     tail_period: int | None
     zlib_tail: float
+    loop_start: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -81,6 +84,7 @@ def text_facts(text: str, tokens: Sequence[Hashable], *, finished: bool, cycles:
         loop_onset=loop_onset(tokens),
         tail_period=period,
         zlib_tail=zlib_ratio(text),
+        loop_start=None if period is None else loop_start(tokens, period),
     )
 
 
@@ -120,6 +124,20 @@ def tail_period(tokens: Sequence[Hashable]) -> int | None:
         if tail[period:] == tail[:-period]:
             return period
     return None
+
+
+def loop_start(tokens: Sequence[Hashable], period: int) -> int:
+    """The first token of the last stretch in which every token is the one a period before it.
+
+    Examples
+    --------
+    >>> loop_start([9, 8, 1, 2, 3, 1, 2, 3, 1, 2, 3], 3)
+    5
+    """
+    start = len(tokens)
+    while start > period and tokens[start - 1] == tokens[start - 1 - period]:
+        start -= 1
+    return start
 
 
 def novelty_min(tokens: Sequence[Hashable]) -> float:
