@@ -72,7 +72,7 @@ def test_the_same_runs_on_held_out_problems_fit_in(text: str, tmp_path: Path) ->
         for arm, run in zip(("baseline", "challenger"), pair, strict=True):
             place, reasons = locate(study, dataclasses.replace(run.header, **ids))
             assert reasons == []
-            assert place == (cell, arm)
+            assert place == [(cell, arm)]
 
 
 def test_the_metric_is_that_of_the_task() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import kvkeep
-from kvkeep.core.errors import EvidenceError
+from kvkeep.core.errors import ConfigError, EvidenceError
 from kvkeep.evaluation.identity import plain
-from kvkeep.evaluation.preregistration import Preregistration, freeze, load_frozen
+from kvkeep.evaluation.preregistration import Preregistration, freeze, load, load_frozen
 from kvkeep.evaluation.records import Run
 from kvkeep.evaluation.study import admit, confirm, locate
 from tests.evaluation.runs import header, names
@@ -128,5 +128,57 @@ def test_a_null_twin_differs_in_its_seeds_alone(tmp_path: Path) -> None:
         study_run("baseline", size, 2, study.sha256, run=f"twin-{size}", seeds=(21, 22, 23))
         for size in (32, 64)
     ]
-    assert locate(study, twins[0].header)[0] == (study.cells[0], "challenger")
+    assert locate(study, twins[0].header)[0] == [(study.cells[0], "challenger")]
     assert confirm(study, [*first, *twins]).decision.branch == "B"
+
+
+def several(**changes: Any) -> dict[str, Any]:
+    """A study of two challengers, one of which only draws otherwise, against one baseline."""
+    content = plan()
+    hot = {"preset": "vase", "temperature": 1.0}
+    content["arms"] = {
+        "baseline": content["arms"]["baseline"],
+        "challengers": {
+            "tova": content["arms"]["challenger"],
+            "hot": {**content["arms"]["baseline"], "sampling": hot},
+        },
+    }
+    cell = {**content["cells"][0], "challenger": 32}
+    content["cells"] = [{**cell, "arm": name} for name in ("tova", "hot")]
+    return {**content, **changes}
+
+
+def test_challengers_share_the_run_of_their_baseline(tmp_path: Path) -> None:
+    """A family of mechanisms has one baseline; correction is for all of them."""
+    path = write(tmp_path, several())
+    freeze(path)
+    study = load_frozen(path)
+    hot = study_run(
+        "baseline", 32, 2, study.sha256, run="hot", sampling={"preset": "vase", "temperature": 1.0}
+    )
+    runs = [
+        study_run("baseline", 32, 4, study.sha256),
+        study_run("challenger", 32, 1, study.sha256),
+        hot,
+    ]
+    family = confirm(study, runs)
+    gains = {name: each.difference.estimate for name, each in family.comparisons.items()}
+    assert gains == pytest.approx({"sums/tiny/32/tova": 0.75, "sums/tiny/32/hot": 0.25})
+    assert "there is no run of sums/tiny/32/hot, challenger" in reasons(study, runs[:2])
+    assert "there is no run of sums/tiny/32/tova, baseline" in reasons(study, runs[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arms": {"baseline": {"policy": "random"}}}, "one of the two"),
+        ({"arms": {**several()["arms"], "challenger": {"policy": "tova"}}}, "one of the two"),
+        ({"cells": [{**several()["cells"][0], "arm": "nobody"}]}, "use one of ['hot', 'tova']"),
+        ({"cells": plan()["cells"]}, "names arm None"),
+    ],
+)
+def test_a_family_names_its_challengers(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    """Cells choose among the arms that the study has."""
+    with pytest.raises(ConfigError) as refused:
+        load(write(tmp_path, several(**change)))
+    assert reason in str(refused.value)

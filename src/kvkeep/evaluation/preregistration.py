@@ -28,6 +28,7 @@ except ImportError as error:
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Some = Annotated[int, Field(ge=1)]
+ArmName = Literal["baseline", "challenger"]
 
 
 class _Part(BaseModel):
@@ -63,30 +64,48 @@ class ModelPlan(_Part):
 
 
 class Arm(_Part):
-    """A policy as the command line names it, with options; ``seeds`` only where the arms differ in them."""
+    """A policy as the command line names it, with options.
+
+    ``seeds`` and ``sampling`` only where an arm differs from the study in them.
+    """
 
     policy: str
     options: Mapping[str, Any] = Field(default_factory=dict)
     prompt: Literal["counts", "kept"] = "counts"
     seeds: tuple[int, ...] | None = None
+    sampling: Mapping[str, Any] | None = None
 
 
 class Arms(_Part):
-    """Who is compared with whom."""
+    """Who is compared with whom: one challenger, or several by name, which the cells choose from."""
 
     baseline: Arm
-    challenger: Arm
+    challenger: Arm | None = None
+    challengers: Mapping[str, Arm] = Field(default_factory=dict)
+
+    def of(self, cell: Cell, side: ArmName) -> Arm:
+        """One side of a cell."""
+        if side == "baseline":
+            return self.baseline
+        found = self.challenger if cell.arm is None else self.challengers[cell.arm]
+        assert found is not None  # the study was validated
+        return found
+
+    def all(self) -> tuple[Arm, ...]:
+        """Every arm."""
+        return (self.baseline, *filter(None, [self.challenger]), *self.challengers.values())
 
 
 class Cell(_Part):
     """One comparison: a task, a model, and the budgets of the arms, matched on dev problems.
 
-    ``calibration_sha256``: statistics of the model, where a policy reads them. ``gates_sha256``: retention
-    gates, by the arm that reads them.
+    ``arm``: which challenger, where there are several. ``calibration_sha256``: statistics of the model, where
+    a policy reads them. ``gates_sha256``: retention gates, by the arm that reads them.
     """
 
     task: str
     model: str
+    arm: str | None = None
     baseline: Some | None = None
     challenger: Some | None = None
     prompt_sha256: Hash
@@ -95,9 +114,10 @@ class Cell(_Part):
 
     @property
     def name(self) -> str:
-        """``"tiny-a/64"``: the model and the budgets, with the task in front of them."""
+        """``"trace/tiny-a/64"``: task, model and budgets, and the challenger where there are several."""
         budgets = [str(entries) for entries in dict.fromkeys((self.baseline, self.challenger)) if entries]
-        return f"{self.task}/{self.model}/{'-'.join(budgets) or 'full'}"
+        named = "" if self.arm is None else f"/{self.arm}"
+        return f"{self.task}/{self.model}/{'-'.join(budgets) or 'full'}{named}"
 
 
 class Memory(_Part):
@@ -179,7 +199,15 @@ class Preregistration(_Part):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         problems = []
+        if (self.arms.challenger is None) == (not self.arms.challengers):
+            problems.append("arms has a challenger, or challengers by name: one of the two")
         for cell in self.cells:
+            if cell.arm not in (self.arms.challengers or {None}):
+                problems.append(
+                    f"cell {cell.name} names arm {cell.arm!r}: use one of {sorted(self.arms.challengers)}"
+                    if self.arms.challengers
+                    else f"cell {cell.name} names arm {cell.arm!r}, and there is one challenger only"
+                )
             if cell.task not in {task.name for task in self.tasks}:
                 problems.append(f"cell {cell.name} names task {cell.task!r}, which is not under tasks")
             if cell.model not in {model.name for model in self.models}:
@@ -191,7 +219,7 @@ class Preregistration(_Part):
         ):
             if len(set(names)) < len(names):
                 problems.append(f"two {what} have the same name")
-        for seeds in (self.seeds, self.arms.baseline.seeds, self.arms.challenger.seeds):
+        for seeds in (self.seeds, *(arm.seeds for arm in self.arms.all())):
             if seeds is not None and len(set(seeds)) != self.draws:
                 problems.append(f"{self.draws} draws need {self.draws} different seeds, not {list(seeds)}")
         if problems:
@@ -202,10 +230,19 @@ class Preregistration(_Part):
     def sha256(self) -> str:
         """Hash of the content, deviations excepted: comments, order of keys and spacing do not matter."""
         content = self.model_dump(mode="json", exclude={"deviations"})
+        # Studies sealed before there were such fields keep their hash.
+        arms = content["arms"]
+        for place in (arms, arms["baseline"], arms["challenger"], *arms["challengers"].values()):
+            _drop_empty(place or {}, "challengers", "sampling")
         for cell in content["cells"]:
-            if not cell["gates_sha256"]:
-                del cell["gates_sha256"]  # studies sealed before there was such a field keep their hash
+            _drop_empty(cell, "gates_sha256", "arm")
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _drop_empty(content: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if not content.get(name, True):
+            del content[name]
 
 
 def load(path: str | Path) -> Preregistration:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.budget import Budget
 from kvkeep.core.errors import ConfigError, EvidenceError
@@ -18,9 +18,8 @@ from kvkeep.evaluation.statistics.decision import Decision, decide
 from kvkeep.policies.compose import policy
 
 if TYPE_CHECKING:
-    from kvkeep.evaluation.preregistration import Cell, Preregistration
+    from kvkeep.evaluation.preregistration import ArmName, Cell, Preregistration
 
-ArmName = Literal["baseline", "challenger"]
 _ARMS: tuple[ArmName, ArmName] = ("baseline", "challenger")
 
 
@@ -92,7 +91,8 @@ def confirm(study: Preregistration, runs: Collection[Run]) -> Family:
     study
         From :func:`~kvkeep.evaluation.preregistration.load_frozen`, which checks the seal.
     runs
-        One run per cell and arm, in any order; each header carries the hash of the study.
+        One run per cell and arm, in any order; each header carries the hash of the study. Cells with the
+        same baseline share its run.
 
     Raises
     ------
@@ -112,21 +112,20 @@ def confirm(study: Preregistration, runs: Collection[Run]) -> Family:
             )
         found, problems = locate(study, run.header)
         reasons += problems
-        if found is None:
-            continue
-        place = (found[0].name, found[1])
-        if place in placed:
-            reasons.append(
-                f"runs {placed[place].header.run!r} and {run.header.run!r} are both {' '.join(place)}"
-            )
-        placed[place] = run
+        for cell, arm in found:
+            place = (cell.name, arm)
+            if place in placed:
+                reasons.append(
+                    f"runs {placed[place].header.run!r} and {run.header.run!r} are both {' '.join(place)}"
+                )
+            placed[place] = run
     pairs: dict[str, tuple[Run, Run]] = {}
     for cell in study.cells:
         missing = [arm for arm in _ARMS if (cell.name, arm) not in placed]
         reasons += [f"there is no run of {cell.name}, {arm}" for arm in missing]
         if not missing:
             pairs[cell.name] = placed[cell.name, "baseline"], placed[cell.name, "challenger"]
-            reasons += setting_reasons(*pairs[cell.name], _registered_differences(study))
+            reasons += setting_reasons(*pairs[cell.name], _registered_differences(study, cell))
     if reasons:
         raise EvidenceError(f"study {study.study!r} cannot be confirmed with these runs", reasons)
     analysis, comparisons = study.analysis, {}
@@ -156,9 +155,9 @@ def confirm(study: Preregistration, runs: Collection[Run]) -> Family:
     )
 
 
-def _registered_differences(study: Preregistration) -> tuple[str, ...]:
-    arms = study.arms
-    return ("seeds",) if arms.baseline.seeds != arms.challenger.seeds else ()
+def _registered_differences(study: Preregistration, cell: Cell) -> tuple[str, ...]:
+    one, other = (study.arms.of(cell, side) for side in _ARMS)
+    return tuple(name for name in ("seeds", "sampling") if getattr(one, name) != getattr(other, name))
 
 
 def admit(header: RunHeader, study: Preregistration | None) -> RunHeader:
@@ -186,7 +185,7 @@ def admit(header: RunHeader, study: Preregistration | None) -> RunHeader:
     return header
 
 
-def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmName] | None, list[str]]:
+def locate(study: Preregistration, header: RunHeader) -> tuple[list[tuple[Cell, ArmName]], list[str]]:
     """Where a run belongs in a study, and what in it is not as registered.
 
     :func:`admit` asks before a held-out problem is touched, :func:`confirm` asks again.
@@ -194,12 +193,12 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmNa
     Returns
     -------
     tuple
-        Cell and arm (``None`` if there is no such place), and the reasons against the run.
+        Cells and arms: none, one, or all cells that share this baseline; and the reasons against the run.
     """
     name = f"run {header.run!r}"
     task = next((each for each in study.tasks if each.name == header.task), None)
     if task is None:
-        return None, [f"{name} is on task {header.task!r}, which the study does not name"]
+        return [], [f"{name} is on task {header.task!r}, which the study does not name"]
     registered = {
         "task_version": task.version,
         "task_sha256": task.sha256,
@@ -209,7 +208,6 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmNa
         "problems": task.problems,
         "grader": task.grader,
         "grader_version": task.grader_version,
-        "sampling": dict(study.sampling),
         "draws": study.draws,
         "engine": "transformers",  # no study names another one
     }
@@ -218,32 +216,47 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[tuple[Cell, ArmNa
         for field, value in registered.items()
         if getattr(header, field) != value
     ]
-    found: tuple[Cell, ArmName] | None = None
-    for cell in study.cells:
-        model = next(each for each in study.models if each.name == cell.model)
-        if (cell.task, model.name, model.sha256) != (header.task, header.model, header.model_sha256):
-            continue
-        for arm in _ARMS:
-            if found is None and _is_arm(study, cell, arm, header):
-                found = (cell, arm)
-    if found is None:
+    found = _places(study, header)
+    if not found:
         reasons.append(
             f"{name}: no cell has model {header.model!r} with these weights, policy {header.policy!r} with "
             f"these options, budget {dict(header.budget)} and seeds {list(header.seeds)}"
         )
-    else:
-        if found[0].prompt_sha256 != header.prompt_sha256:
-            reasons.append(f"{name}: prompt_sha256 is {header.prompt_sha256!r}, not as registered")
-        if header.calibration_sha256 not in (None, found[0].calibration_sha256):
-            reasons.append(f"{name}: calibration_sha256 is {header.calibration_sha256!r}, not as registered")
-        gates = found[0].gates_sha256.get(found[1])
-        if header.gates_sha256 != gates:
-            reasons.append(f"{name}: gates_sha256 is {header.gates_sha256!r} and was registered as {gates!r}")
+    for cell, side in found[:1]:  # what cells with one baseline have in common
+        facts = {
+            "sampling": (dict(header.sampling), _sampling(study, cell, side)),
+            "prompt_sha256": (header.prompt_sha256, cell.prompt_sha256),
+            "gates_sha256": (header.gates_sha256, cell.gates_sha256.get(side)),
+        }
+        if header.calibration_sha256 is not None:
+            facts["calibration_sha256"] = (header.calibration_sha256, cell.calibration_sha256)
+        reasons += [
+            f"{name}: {field} is {given!r} and was registered as {registered_as!r}"
+            for field, (given, registered_as) in facts.items()
+            if given != registered_as
+        ]
     return found, reasons
 
 
+def _places(study: Preregistration, header: RunHeader) -> list[tuple[Cell, ArmName]]:
+    """One cell for a challenger; for a baseline, all cells that it is the baseline of."""
+    found = []
+    for cell in study.cells:
+        model = next(each for each in study.models if each.name == cell.model)
+        if (cell.task, model.name, model.sha256) == (header.task, header.model, header.model_sha256):
+            found += [(cell, side) for side in _ARMS if _is_arm(study, cell, side, header)]
+    # Arms may differ in how they draw alone: who draws as registered goes first.
+    sampled = [each for each in found if dict(header.sampling) == _sampling(study, *each)] or found
+    baselines = [each for each in sampled if each[1] == "baseline"]
+    return baselines or sampled[:1]
+
+
+def _sampling(study: Preregistration, cell: Cell, side: ArmName) -> dict[str, Any]:
+    return dict(study.arms.of(cell, side).sampling or study.sampling)
+
+
 def _is_arm(study: Preregistration, cell: Cell, arm: ArmName, header: RunHeader) -> bool:
-    plan, entries = getattr(study.arms, arm), getattr(cell, arm)
+    plan, entries = study.arms.of(cell, arm), getattr(cell, arm)
     budget = {} if entries is None else {"budget": Budget(entries=entries, prompt=plan.prompt)}
     registered = policy(plan.policy, **{**plan.options, **budget})
     return (
