@@ -142,3 +142,24 @@ def test_only_dev_runs_are_matched(run: Run, tiny_folder: Path, tmp_path: Path) 
     assert not (tmp_path / "tries").exists()
     everything = run("match", place, "--policy", "full", "--out", tmp_path / "tries")
     assert "no budget to match" in everything.stderr
+
+
+def test_other_ways_of_writing_are_flags_of_the_run(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """A log that does not say that its question was read again would be compared as if it had not been."""
+    flags = ("--refeed-every", 3, "--repetition-rise", 0.5, "--repetition-ngram", 2)
+    facts(run("eval", *TASK, *POLICY, "--model", tiny_folder, *flags, "--out", tmp_path / "x", "--json"))
+    log = read_log(tmp_path / "x")
+    sampling = log.run.header.sampling
+    assert (sampling["refeed_every"], sampling["repetition_rise"], sampling["repetition_ngram"]) == (
+        3,
+        0.5,
+        2,
+    )
+    assert log.run.header.extra["draws_differ_by"] == "sampling"
+    long = [sample for sample in log.run.samples if sample.tokens > 4]
+    assert long
+    assert all(sample.extra["refed"] >= sample.prompt_tokens for sample in long)
+    other = run("eval", *TASK, *POLICY, "--model", tiny_folder, "--out", tmp_path / "x", "--resume")
+    assert other.exit_code != 0  # another way of writing is another run
+    refused = run("eval", *TASK, *POLICY, *flags, "--engine", "vllm", "--out", tmp_path / "y")
+    assert "--repetition-rise has no meaning for --engine vllm" in refused.stderr

@@ -51,6 +51,23 @@ Temperature = Annotated[float | None, typer.Option(help="Overrides the preset; 0
 TopP = Annotated[float | None, typer.Option(help="Overrides the preset.")]
 TopK = Annotated[int | None, typer.Option(help="Overrides the preset; 0 is no limit.")]
 MaxNew = Annotated[int | None, typer.Option(help="Most new tokens per sample [the preset's or task's own].")]
+RepetitionRise = Annotated[
+    float | None,
+    typer.Option(
+        help="Temperature added to a text that only repeats itself, in proportion to its repeated n-grams "
+        "[0: none]."
+    ),
+]
+RepetitionNgram = Annotated[int | None, typer.Option(help="Tokens per n-gram of --repetition-rise [4].")]
+RepetitionWindow = Annotated[
+    int | None, typer.Option(help="Newest tokens that --repetition-rise looks at [64].")
+]
+RefeedEvery = Annotated[
+    int | None, typer.Option(help="Read the prompt again after every so many tokens of the answer [never].")
+]
+RefeedEvictions = Annotated[
+    int | None, typer.Option(help="Read the prompt again after every so many evictions [never].")
+]
 PromptName = Annotated[
     str | None,
     typer.Option("--prompt", help="Prompt template: plain, chat, vase, vase-gsm8k, rkv [the task's own]."),
@@ -164,6 +181,11 @@ def check_engine(setup: Setup) -> None:
             raise ConfigError("--engine-option is for --engine vllm: leave it out.")
         return
     unused = {
+        **{
+            f"--{name.replace('_', '-')}": True
+            for name, _ in setup.overrides
+            if name.startswith(("repetition", "refeed"))
+        },
         "--gates": setup.gates is not None,
         "--prefill-chunk": setup.prefill_chunk is not None,
         "--attention": setup.attention != "sdpa",

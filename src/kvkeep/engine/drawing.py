@@ -33,7 +33,9 @@ class Draw:
     top_p: float = 1.0
     top_k: int = 0
 
-    def scores(self, logits: Tensor, sequence_ids: Tensor, steps: Tensor) -> Tensor:
+    def scores(
+        self, logits: Tensor, sequence_ids: Tensor, steps: Tensor, temperatures: Tensor | None = None
+    ) -> Tensor:
         """Scores whose largest is the draw.
 
         Parameters
@@ -44,15 +46,23 @@ class Draw:
             int64 ``[batch]``: names of the rows.
         steps
             int64 ``[batch]``: tokens that each row has written before.
+        temperatures
+            float32 ``[batch]``: each row's own, instead of :attr:`temperature`.
 
         Returns
         -------
         Tensor
             ``[batch, vocabulary]``; the logits themselves without temperature.
         """
+        if temperatures is not None:
+            warm = temperatures[:, None] > 0
+            scores = logits.float() / temperatures.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+            return torch.where(warm, self._noisy(scores.masked_fill(~warm, 0.0), sequence_ids, steps), logits)
         if self.temperature == 0:
             return logits
-        scores = logits.float() / self.temperature
+        return self._noisy(logits.float() / self.temperature, sequence_ids, steps)
+
+    def _noisy(self, scores: Tensor, sequence_ids: Tensor, steps: Tensor) -> Tensor:
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(sequence_ids, scores)
         if self.top_p < 1:

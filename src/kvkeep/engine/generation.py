@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.arguments import require_model
 from kvkeep.engine.fitting import StoreKind
+from kvkeep.engine.repetition import Repetition, RepetitionWarper
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.spec import model_spec
 
@@ -54,6 +55,7 @@ def generate(
     calibration: Any = None,
     gates: Any = None,
     store: StoreKind = "auto",
+    repetition: Repetition | None = None,
     **options: Any,
 ) -> tuple[Tensor, RetentionCache]:
     """Run ``model.generate`` on a fresh cache, with ratios and sizes resolved for this very call.
@@ -71,6 +73,8 @@ def generate(
         Most tokens to write per sequence. A budget given as a ratio refers to prompt and new tokens.
     seed, sequence_ids, calibration, gates, store
         As in :class:`~kvkeep.RetentionCache`.
+    repetition
+        Raise the temperature of texts that repeat themselves; needs ``do_sample=True``.
     options
         Handed on to ``model.generate`` (sampling, beams, streamer, ``prefill_chunk_size`` …).
 
@@ -94,6 +98,11 @@ def generate(
     check_prompt_lengths(lengths, model_spec(model.config).max_positions)
     if options.get("prefill_chunk_size") is not None:
         options["prefill_chunk_size"] = chunk_without_rest(columns, options["prefill_chunk_size"])
+    if repetition is not None:
+        usual = float(options.get("temperature") or 1.0) if options.get("do_sample") else 0.0
+        own = options.get("logits_processor") or []
+        warper = RepetitionWarper(repetition, usual, columns)
+        options["logits_processor"] = LogitsProcessorList([*own, warper])
     copies = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
     cache = RetentionCache(
         model,

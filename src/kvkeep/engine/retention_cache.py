@@ -247,8 +247,13 @@ class RetentionCache(Cache):
             raise CacheError("this cache measures the batch as a whole: build it with trace_rows=True.")
         if not self.rows.seq_lens:
             return []
+        return self._row_counter.traces(self.rows.sequence_ids, self.evictions_by_row)
+
+    @property
+    def evictions_by_row(self) -> list[int]:
+        """Rounds of eviction of each sequence of the batch so far."""
         rounds = np.min([layer.evictions for layer in self.managed_layers], axis=0)
-        return self._row_counter.traces(self.rows.sequence_ids, rounds)
+        return [int(count) for count in rounds]
 
     def kept_positions(self, layer: int) -> list[list[Tensor]]:
         """Positions held now by a layer: one ascending int64 tensor per sequence and KV head.

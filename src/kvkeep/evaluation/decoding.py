@@ -20,6 +20,7 @@ from transformers import Cache, PreTrainedModel
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.row_trace import RowTrace
+from kvkeep.evaluation.refeeding import Refeeder, Refeeding
 from kvkeep.evaluation.sampling import Sampler
 
 
@@ -39,6 +40,8 @@ class Written:
         Its measured cache.
     read_seconds, write_seconds
         Its share of the time that the batch took.
+    refed
+        Tokens of the prompt that it read again.
     """
 
     row: int
@@ -47,6 +50,7 @@ class Written:
     trace: RowTrace
     read_seconds: float
     write_seconds: float
+    refed: int = 0
 
 
 @torch.inference_mode()
@@ -61,6 +65,8 @@ def decode(
     sampler: Sampler,
     chunk: int | None = None,
     logits: Tensor | None = None,
+    refeeding: Refeeding | None = None,
+    spare: Sequence[int] | None = None,
 ) -> Iterator[Written]:
     """Write every sequence of a batch to its end.
 
@@ -80,6 +86,8 @@ def decode(
         Read the prompt so many tokens at a time.
     logits
         What :func:`read` returned, if the cache has read the prompt already.
+    refeeding, spare
+        When rows read their prompts again, and positions that each of them can spare for it.
 
     Yields
     ------
@@ -92,16 +100,27 @@ def decode(
     rows = list(range(len(ids)))
     written: list[list[int]] = [[] for _ in rows]
     lengths = mask.sum(-1)
+    prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
+    again = Refeeder(refeeding or Refeeding(), prompts, spare)
     spent = 0.0
     while True:
         names = torch.tensor(cache.rows.sequence_ids, device=ids.device)
-        chosen = sampler.choose(logits, names, len(written[rows[0]]))
+        texts = [written[row] for row in rows]
+        steps = torch.tensor([len(text) for text in texts], device=ids.device)
+        tokens = sampler.choose(logits, names, steps, texts).tolist()
+        rounds = cache.evictions_by_row if refeeding is not None else [0] * len(rows)
         ended = {}
-        for place, (row, token) in enumerate(zip(rows, chosen.tolist(), strict=True)):
+        for place, row in enumerate(rows):
+            if again.reads(row):
+                tokens[place] = again.next(row)
+                continue
+            token = tokens[place]
             if token not in end_tokens:
                 written[row].append(token)
             if token in end_tokens or len(written[row]) == limits[row]:
                 ended[place] = token in end_tokens
+            elif refeeding is not None:
+                tokens[place] = again.after(row, token, len(written[row]), rounds[place])
         spent += clock.lap() / len(rows)
         traces = cache.row_traces if ended else []
         for place, by_itself in ended.items():
@@ -113,6 +132,7 @@ def decode(
                 trace=traces[place],
                 read_seconds=read_seconds,
                 write_seconds=spent,
+                refed=again.read[row],
             )
         clock.lap()  # what the consumer did with the texts is not ours
         live = [place for place in range(len(rows)) if place not in ended]
@@ -121,10 +141,10 @@ def decode(
         if ended:
             index = torch.tensor(live, device=ids.device)
             cache.batch_select_indices(index)
-            rows = [rows[place] for place in live]
-            mask, lengths, chosen = mask[index], lengths[index], chosen[index]
+            rows, tokens = [rows[place] for place in live], [tokens[place] for place in live]
+            mask, lengths = mask[index], lengths[index]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=-1)
-        logits = _forward(model, cache, chosen[:, None], mask, lengths[:, None])
+        logits = _forward(model, cache, ids.new_tensor(tokens)[:, None], mask, lengths[:, None])
         lengths = lengths + 1
 
 

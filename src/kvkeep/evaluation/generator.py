@@ -217,6 +217,8 @@ class ModelGenerator:
             end_tokens=self._end_tokens,
             sampler=Sampler(self.sampling),
             chunk=self.prefill_chunk,
+            refeeding=self.sampling.refeeding,
+            spare=self._spare(prompts, limits),
         ):
             job, prompt = jobs[written.row], prompts[written.row]
             completion = self._completion(job, len(prompt), written, cache, len(jobs))
@@ -231,6 +233,7 @@ class ModelGenerator:
         self, job: Job, prompt_tokens: int, written: Written, cache: RetentionCache, rows: int
     ) -> Completion:
         trace = written.trace
+        refed = {} if self.sampling.refeeding is None else {"refed": written.refed}
         return Completion(
             job=job,
             text=as_text(written.tokens, self.tokenizer),
@@ -244,8 +247,15 @@ class ModelGenerator:
             evictions=trace.evictions,
             seconds=written.read_seconds + written.write_seconds,
             write_seconds=written.write_seconds,
-            extra={"batch": rows, "batch_peak_kv_bytes": cache.trace.peak_kv_bytes},
+            extra={"batch": rows, "batch_peak_kv_bytes": cache.trace.peak_kv_bytes} | refed,
         )
+
+    def _spare(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int] | None:
+        """Positions that are left beside each prompt and its longest answer."""
+        most = self._spec.max_positions
+        if most is None:
+            return None
+        return [most - len(prompt) - limit for prompt, limit in zip(prompts, limits, strict=True)]
 
     def _encode(self, text: str) -> list[int]:
         return encode(text, self.template, self.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from kvkeep.core.errors import ConfigError, UnknownNameError
 from kvkeep.engine.drawing import Draw
+from kvkeep.engine.repetition import Repetition
+from kvkeep.evaluation.refeeding import Refeeding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,12 @@ class Sampling:
         Longest prompt and answer together, in tokens; ``None`` for no limit.
     max_new
         Longest answer, in tokens; ``None`` for no limit.
+    repetition_rise, repetition_ngram, repetition_window
+        The temperature rises with the repetition in the answer, by so much at most, over such n-grams of so
+        many newest tokens: :class:`~kvkeep.engine.repetition.Repetition`. 0 is off.
+    refeed_every, refeed_evictions
+        Read the prompt again after so many tokens or evictions:
+        :class:`~kvkeep.evaluation.refeeding.Refeeding`. ``None`` is off.
     """
 
     preset: str = "custom"
@@ -36,6 +45,11 @@ class Sampling:
     top_k: int = 0
     max_total: int | None = None
     max_new: int | None = None
+    repetition_rise: float = 0.0
+    repetition_ngram: int = 4
+    repetition_window: int = 64
+    refeed_every: int | None = None
+    refeed_evictions: int | None = None
     lengths: dict[str, int] = field(default_factory=dict, repr=False)  # max_total by task
 
     def __post_init__(self) -> None:
@@ -49,11 +63,28 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} leaves no room for a token.")
+        _ = self.heat, self.refeeding  # which check their numbers
+        if self.repetition_rise == 0 and (self.repetition_ngram, self.repetition_window) != (4, 64):
+            raise ConfigError("repetition_ngram and repetition_window say nothing without repetition_rise.")
 
     @property
     def greedy(self) -> bool:
         """Whether the same prompt always gives the same text."""
-        return self.temperature == 0
+        return self.temperature == 0 and self.repetition_rise == 0
+
+    @property
+    def heat(self) -> Repetition | None:
+        """How repetition warms the draws; ``None``: it does not."""
+        heat = Repetition(
+            rise=self.repetition_rise, ngram=self.repetition_ngram, window=self.repetition_window
+        )
+        return heat if heat.rise else None
+
+    @property
+    def refeeding(self) -> Refeeding | None:
+        """When the prompt is read again; ``None``: never."""
+        plan = Refeeding(every=self.refeed_every, evictions=self.refeed_evictions)
+        return None if plan == Refeeding() else plan
 
     @property
     def draw(self) -> Draw:
@@ -86,8 +117,14 @@ class Sampling:
         return min(room)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {name: value for name, value in asdict(self).items() if name != "lengths"}
+        """JSON-ready; what is off is left out, as in logs that are older than it."""
+        facts = asdict(self)
+        del facts["lengths"]
+        if self.heat is None:
+            del facts["repetition_rise"], facts["repetition_ngram"], facts["repetition_window"]
+        return {
+            name: value for name, value in facts.items() if value is not None or not name.startswith("refeed")
+        }
 
 
 _MATHS = ("gsm8k", "math500")
@@ -135,13 +172,19 @@ class Sampler:
     Parameters
     ----------
     sampling
-        Temperature, top-p and top-k.
+        Temperature, top-p and top-k, and how repetition warms them.
     """
 
     def __init__(self, sampling: Sampling) -> None:
-        self._draw = sampling.draw
+        self._draw, self._heat = sampling.draw, sampling.heat
 
-    def choose(self, logits: Tensor, sequence_ids: Tensor, step: int) -> Tensor:
+    def choose(
+        self,
+        logits: Tensor,
+        sequence_ids: Tensor,
+        steps: int | Tensor,
+        written: Sequence[Sequence[int]] = (),
+    ) -> Tensor:
         """Choose a token for each row.
 
         Parameters
@@ -150,13 +193,20 @@ class Sampler:
             ``[batch, vocabulary]``.
         sequence_ids
             int64 ``[batch]``: names of the rows.
-        step
-            Tokens that the rows have written before.
+        steps
+            Tokens that the rows have written before: int64 ``[batch]``, or one number for all.
+        written
+            Those tokens, row by row; looked at where repetition matters.
 
         Returns
         -------
         Tensor
             int64 ``[batch]``.
         """
-        steps = torch.full_like(sequence_ids, step)
-        return self._draw.scores(logits, sequence_ids, steps).argmax(-1)
+        if isinstance(steps, int):
+            steps = torch.full_like(sequence_ids, steps)
+        temperatures = None
+        if self._heat is not None:
+            warm = [self._heat.temperature(self._draw.temperature, tokens) for tokens in written]
+            temperatures = torch.tensor(warm, dtype=torch.float32, device=logits.device)
+        return self._draw.scores(logits, sequence_ids, steps, temperatures).argmax(-1)

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kvkeep.core.errors import UnsupportedError
 from kvkeep.core.policy import Policy
 from kvkeep.evaluation.asking import as_text, encode, header_facts
 from kvkeep.evaluation.generator import Completion, Job, checked
@@ -72,6 +73,7 @@ class VllmGenerator:
         dtype: str = "float32",
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        refuse_decoding(sampling)
         prepare()
         self.source, self.tokenizer, self.name = source, tokenizer, name
         self.policy, self.template, self.sampling = _alone(policy), template, sampling
@@ -175,6 +177,27 @@ class VllmGenerator:
             write_seconds=seconds,
             extra={"batch": rows},
         )
+
+
+def refuse_decoding(sampling: Sampling) -> None:
+    """Refuse ways of writing that vLLM's own loop cannot follow.
+
+    Raises
+    ------
+    UnsupportedError
+        With every reason.
+    """
+    reasons = []
+    if sampling.heat is not None:
+        reasons.append(
+            "its requests carry one temperature, not one that follows the text: leave repetition_rise out"
+        )
+    if sampling.refeeding is not None:
+        reasons.append(
+            "nothing can be read into a running request: leave refeed_every and refeed_evictions out"
+        )
+    if reasons:
+        raise UnsupportedError("vLLM cannot write in this way", reasons)
 
 
 def _alone(policy: Policy) -> Policy:
