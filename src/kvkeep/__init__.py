@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.policies.h2o import H2O
     from kvkeep.policies.key_norm import KeyNorm
     from kvkeep.policies.keydiff import KeyDiff
+    from kvkeep.policies.quest import Quest
     from kvkeep.policies.r_kv import RKV
     from kvkeep.policies.random_eviction import RandomEviction
     from kvkeep.policies.set_diversity import SetDiversity
@@ -45,6 +46,7 @@ _HOMES = {
     "H2O": "kvkeep.policies.h2o",
     "KeyDiff": "kvkeep.policies.keydiff",
     "KeyNorm": "kvkeep.policies.key_norm",
+    "Quest": "kvkeep.policies.quest",
     "RKV": "kvkeep.policies.r_kv",
     "RandomEviction": "kvkeep.policies.random_eviction",
     "RetentionCache": "kvkeep.engine.retention_cache",
@@ -78,6 +80,7 @@ __all__ = [
     "Full",
     "KeyDiff",
     "KeyNorm",
+    "Quest",
     "RandomEviction",
     "RetentionCache",
     "SetDiversity",

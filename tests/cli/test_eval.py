@@ -51,6 +51,46 @@ def test_the_full_cache_needs_no_budget(run: Run, tiny_folder: Path, tmp_path: P
     assert found["peak_cache"] > 40
 
 
+def test_a_selector_stores_everything_and_reads_less(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """The two axes on which eviction and selection can be compared."""
+    policy = ("--policy", "quest", "--token-budget", 12, "--option", "page=4", "--option", "dense-layers=0")
+    arguments = ("eval", *TASK, *policy, "--model", tiny_folder, "--out", tmp_path / "x")
+    found = facts(run(*arguments, "--json"))
+    run_log = read_log(tmp_path / "x").run
+    assert found["label"] == "quest, 12 read"
+    assert found["mean_cache"] == run_log.mean_cache > 40
+    assert (
+        found["mean_read_by_query"]
+        <= 12
+        < found["mean_read"]
+        == run_log.mean_read
+        <= found["peak_read"]
+        <= 24
+    )
+    assert all(sample.mean_read < sample.mean_cache for sample in run_log.samples if sample.steps)
+    said = run(*arguments, "--resume").stdout
+    assert f"read in a step: mean {found['mean_read']:.1f}" in said
+    assert "a query head reads" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "quest", "--budget", 64), "--token-budget says how many"),
+        (("--policy", "snapkv", "--budget", 64, "--token-budget", 64), "unknown option of snapkv"),
+        (("--policy", "quest", "--option", "token-budget=64"), "has a flag of its own"),
+        (("--policy", "quest", "--engine", "vllm"), "quest is a selector"),
+    ],
+)
+def test_budgets_are_not_mixed_up(
+    run: Run, tiny_folder: Path, tmp_path: Path, arguments: Any, message: str
+) -> None:
+    """128 entries kept and 128 entries read are different things."""
+    result = run("eval", *TASK, *arguments, "--model", tiny_folder, "--out", tmp_path / "x")
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -235,7 +235,17 @@ def test_texts_keep_the_space_before_a_question_mark() -> None:
     tokenizer.clean_up_tokenization_spaces = True
     writer = generator()
     writer.tokenizer = tokenizer
-    trace = RowTrace(sequence_id=0, steps=1, mean_entries=1, peak_entries=1, prefill_entries=1, evictions=0)
+    trace = RowTrace(
+        sequence_id=0,
+        steps=1,
+        mean_entries=1,
+        peak_entries=1,
+        mean_read=1,
+        peak_read=1,
+        mean_read_by_query=1,
+        prefill_entries=1,
+        evictions=0,
+    )
     tokens = tokenizer.convert_tokens_to_ids(["w5", "?3", "w6"])
     written = Written(row=0, tokens=tokens, ended=True, trace=trace, read_seconds=0, write_seconds=0)
     cache = kvkeep.RetentionCache(writer.model, kvkeep.Full())

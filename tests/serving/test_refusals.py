@@ -75,6 +75,7 @@ def test_versions() -> None:
     ("settings", "words"),
     [
         ({"policy": "full"}, "keeps everything"),
+        ({"policy": "quest"}, "quest is a selector: it keeps every entry and reads some of them"),
         ({"policy": "h2o"}, "adds up the attention"),
         ({"policy": "expected-attention"}, "moments of the prompt's queries"),
         ({"policy": "trimkv"}, "retention gates"),

@@ -32,7 +32,10 @@ def compare(
         ),
     ] = None,
     on: Annotated[
-        str, typer.Option("--match-on", help="Which cache must be equal: mean_cache or prefill_cache.")
+        str,
+        typer.Option(
+            "--match-on", help="What must be equal: mean_cache, prefill_cache, or mean_read (for selectors)."
+        ),
     ] = "mean_cache",
     tolerance: Annotated[float, typer.Option(help="How unequal it may be.")] = 0.02,
     metric: Annotated[
@@ -83,12 +86,12 @@ def compare(
 def _explore(found: list[Any], **settings: Any) -> Family:
     from typing import get_args
 
-    from kvkeep.evaluation.matching import MatchOn
+    from kvkeep.evaluation.comparability import CompareOn
     from kvkeep.evaluation.statistics.paired import Test
     from kvkeep.evaluation.study import explore
 
     for flag, known, value in (
-        ("--match-on", get_args(MatchOn), settings["on"]),
+        ("--match-on", get_args(CompareOn), settings["on"]),
         ("--test", (None, *get_args(Test)), settings["test"]),
         ("--metric", (None, "accuracy", "score"), settings["metric"]),
     ):
@@ -105,7 +108,7 @@ def show(family: Family) -> None:
 
     from kvkeep.cli.tables import show_table
 
-    names = ("cell", "baseline", "challenger", "difference", "interval", "p", "corrected", "mean cache")
+    names = ("cell", "baseline", "challenger", "difference", "interval", "p", "corrected", "stored", "read")
     rows = []
     for cell in family.decision.cells:
         one = family.comparisons[cell.cell]
@@ -120,6 +123,7 @@ def show(family: Family) -> None:
                 f"{difference.p:.4f}",
                 f"{cell.adjusted_p:.4f}",
                 " / ".join(f"{side.mean_cache:.1f}" for side in sides),
+                " / ".join(f"{side.mean_read:.1f}" for side in sides),
             )
         )
     console = Console()

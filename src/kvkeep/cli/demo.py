@@ -68,7 +68,7 @@ def demo(
         typer.echo(f"The prompt is the log of a ship, {DAYS} days long, and at its end: {QUESTION}")
     for policy in chosen:
         if not as_json:
-            report.heading(f"{policy.name}, asked for {policy.amount if policy.bounded else 'everything'}")
+            report.heading(f"{policy.name}, asked for {policy.request}")
         with report.waiting("reading the prompt") as done:
             runs.append(
                 answering.answer(

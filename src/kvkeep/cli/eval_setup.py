@@ -180,6 +180,11 @@ def check_engine(setup: Setup) -> None:
         if setup.engine_options:
             raise ConfigError("--engine-option is for --engine vllm: leave it out.")
         return
+    if setup.policy.traits.reads is not None:
+        raise ConfigError(
+            f"{setup.policy.name} is a selector, and vLLM's attention reads every block that is stored: use "
+            "--engine transformers, or a policy that evicts."
+        )
     unused = {
         **{
             f"--{name.replace('_', '-')}": True

@@ -29,6 +29,7 @@ def evaluate(
     task: flags.TaskText = "trace",
     policy: opt.PolicyText = "vase-attnv",
     budget: opt.Entries = None,
+    token_budget: opt.TokenBudget = None,
     prompt_mode: flags.TaskPromptMode = None,
     buffer: opt.Buffer = None,
     option: opt.PolicyOptions = None,
@@ -84,8 +85,15 @@ def evaluate(
         raise ConfigError("name a folder for the run with --out, for example --out runs/first.")
     amount = opt.make_budget(budget, None, None, prompt_mode or kind_of(task).prompt_mode)
     chosen = opt.make_policy(
-        policy, amount, buffer=buffer, prefill=prefill, prefill_chunk=prefill_chunk, options=option
+        policy,
+        amount,
+        buffer=buffer,
+        prefill=prefill,
+        prefill_chunk=prefill_chunk,
+        options=option,
+        token_budget=token_budget,
     )
+    opt.refuse_unused(chosen, amount)
     setup = make_setup(
         task=task,
         data=data,
@@ -259,6 +267,8 @@ def show_summary(summary: Summary, out: Path) -> None:
     counts = [f"{count} {name}" for name, count in summary.outcomes.items() if count]
     bad = [f"{count} {name}" for name, count in summary.failure_classes.items() if count and name != "ok"]
     speed = summary.tokens_per_second
+    alone = summary.mean_read_by_query
+    query = "" if alone is None or alone >= summary.mean_read else f"; a query head reads {alone:.1f}"
     lines = [
         f"{summary.task}, {summary.model}, {summary.label}",
         f"  {summary.accuracy or f'{100 * summary.score:.1f} %'}{whole}",
@@ -266,6 +276,8 @@ def show_summary(summary: Summary, out: Path) -> None:
         f"  cache: mean {summary.mean_cache:.1f}, peak {summary.peak_cache:.1f}, after the prompt "
         f"{summary.prefill_cache:.1f} entries per head"
         + (f"; {format_bytes(summary.kv_bytes)} a batch" if summary.kv_bytes else ""),
+        f"  read in a step: mean {summary.mean_read:.1f}, peak {summary.peak_read:.1f} entries per head"
+        + query,
         f"  {summary.tokens:.0f} tokens a sample, {100 * summary.at_limit:.1f} % at the length limit"
         + ("" if speed is None else f", {speed:.0f} tokens/s"),
         f"  log: {out}",

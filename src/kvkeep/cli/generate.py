@@ -20,6 +20,7 @@ def generate(
     kv_bytes: opt.KvBytes = None,
     prompt_mode: opt.PromptMode = "counts",
     buffer: opt.Buffer = None,
+    token_budget: opt.TokenBudget = None,
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
@@ -50,8 +51,15 @@ def generate(
     prompts = read_prompts(prompt, prompt_file, batch_file)
     amount = opt.make_budget(budget, keep_ratio, kv_bytes, prompt_mode)
     chosen = opt.make_policy(
-        policy, amount, buffer=buffer, prefill=prefill, prefill_chunk=prefill_chunk, options=option
+        policy,
+        amount,
+        buffer=buffer,
+        prefill=prefill,
+        prefill_chunk=prefill_chunk,
+        options=option,
+        token_budget=token_budget,
     )
+    opt.refuse_unused(chosen, amount)
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
 

@@ -31,6 +31,12 @@ PolicyText = Annotated[
 Entries = Annotated[
     int | None, typer.Option("--budget", help="Entries kept per KV head and layer after an eviction.")
 ]
+TokenBudget = Annotated[
+    int | None,
+    typer.Option(
+        help="Entries that a head reads in a step, for policies that keep everything: quest, seer-attention."
+    ),
+]
 KeepRatio = Annotated[
     float | None, typer.Option(help="Budget as a fraction of prompt and new tokens, for example 0.25.")
 ]
@@ -86,6 +92,7 @@ _FLAGS = {
     "budget": "--budget (or --keep-ratio, --kv-bytes)",
     "buffer": "--buffer",
     "prefill": "--prefill",
+    "token_budget": "--token-budget",
 }
 
 
@@ -124,6 +131,7 @@ def make_policy(
     prefill: str | None = None,
     prefill_chunk: int | None = None,
     options: list[str] | None = None,
+    token_budget: int | None = None,
 ) -> Policy:
     """The policy that the flags describe.
 
@@ -150,8 +158,23 @@ def make_policy(
         if prefill_chunk < 1:
             raise ConfigError(f"--prefill-chunk {prefill_chunk} is below 1 token.")
         prefill = prefill or "chunk"
-    flags = {"budget": budget, "buffer": buffer, "prefill": prefill}
+    flags = {"budget": budget, "buffer": buffer, "prefill": prefill, "token_budget": token_budget}
     return policy(text, **given | {key: value for key, value in flags.items() if value is not None})
+
+
+def refuse_unused(policy: Policy, budget: Budget | None) -> None:
+    """Refuse a budget for a policy that reads a part of everything: it would be taken for what is read.
+
+    Raises
+    ------
+    ConfigError
+        Naming the flag that is meant.
+    """
+    if policy.traits.reads is not None and budget is not None:
+        raise ConfigError(
+            f"{policy.name} keeps every entry, so a budget means nothing to it: --token-budget says how many "
+            "entries a head reads in a step."
+        )
 
 
 def require_calibration(policy: Policy, given: Path | None) -> None:
@@ -177,6 +200,12 @@ def require_gates(policy: Policy, given: Path | None) -> None:
     ConfigError
         Saying which flag names the file.
     """
+    reads = policy.traits.reads
+    if reads is not None and reads.gates and given is None:
+        raise ConfigError(
+            f"{policy.name} needs block gates that were trained for this model: add --gates FILE "
+            "(`kvkeep gates train-blocks` makes them)."
+        )
     if policy.traits.log_retention and given is None:
         raise ConfigError(
             f"{policy.name} needs retention gates that were trained for this model: add --gates FILE "

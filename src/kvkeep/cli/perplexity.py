@@ -27,6 +27,7 @@ def perplexity(
     policy: opt.PolicyText = "vase-attnv",
     budget: opt.Entries = None,
     buffer: opt.Buffer = None,
+    token_budget: opt.TokenBudget = None,
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
@@ -55,16 +56,20 @@ def perplexity(
     if batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size} reads no window: give at least 1.")
     words = [read_text(path) for path in texts]
+    amount = opt.make_budget(budget, None, None, "counts")
     chosen = opt.make_policy(
         policy,
-        opt.make_budget(budget, None, None, "counts"),
+        amount,
         buffer=buffer,
         prefill=None if chunk == 1 else "chunk",
         options=option,
+        token_budget=token_budget,
     )
+    opt.refuse_unused(chosen, amount)
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
-    chunk = chosen.buffer if chunk is None else chunk
+    if chunk is None:
+        chunk = chosen.buffer if chosen.traits.reads is None else 1
 
     from kvkeep.cli import loading, report
     from kvkeep.engine.spec import model_spec

@@ -85,7 +85,9 @@ def describe(kind: type[Policy]) -> dict[str, Any]:
         "moments": traits.query_moments,
         "rope": traits.rope,
         "calibration": traits.calibration,
-        "gates": traits.log_retention or traits.trained,
+        "gates": traits.log_retention or (traits.trained and traits.reads is None),
+        "bounds": traits.reads is not None and traits.reads.bounds,
+        "block gates": traits.reads is not None and traits.reads.gates,
     }
     return {
         "name": kind.name,

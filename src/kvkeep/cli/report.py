@@ -77,6 +77,7 @@ def show_runs(runs: Sequence[Run]) -> None:
         "asked for",
         "mean",
         "peak",
+        "read",
         "KV bytes",
         "at peak",
         "tokens/s",
@@ -92,6 +93,7 @@ def show_runs(runs: Sequence[Run]) -> None:
                 trace.requested,
                 f"{trace.mean_entries:.1f}",
                 str(trace.peak_entries),
+                f"{trace.mean_read:.1f}",
                 format_bytes(trace.kv_bytes),
                 format_bytes(trace.peak_kv_bytes),
                 "–" if speed is None else f"{speed:.1f}",
@@ -99,7 +101,13 @@ def show_runs(runs: Sequence[Run]) -> None:
             )
         )
     show_table(names, rows, texts={"policy": 10, "asked for": 9})
-    lines = ["tokens: prompt + new. mean, peak: measured entries per KV head and layer, mean while writing."]
+    lines = [
+        "tokens: prompt + new. mean, peak: measured entries per KV head and layer, mean while writing.",
+    ]
+    if any(run.trace.mean_read < run.trace.mean_entries for run in runs):
+        lines.append(
+            "read: mean of the entries that a step reads, each once for all query heads of a KV head."
+        )
     lines += [f"{run.trace.policy}: 0 evicted." for run in runs if not run.trace.evictions]
     lines += [
         f"{run.trace.policy}: {run.beyond} tokens lie beyond the model's positions: do not trust them."

@@ -12,3 +12,6 @@ IntArray: TypeAlias = NDArray[np.integer[Any]]
 
 #: Masks.
 BoolArray: TypeAlias = NDArray[np.bool_]
+
+#: Measured quantities.
+FloatArray: TypeAlias = NDArray[np.floating[Any]]

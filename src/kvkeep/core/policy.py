@@ -117,6 +117,11 @@ class Policy(ABC):
         return Budget.of_entries(self.budget)
 
     @property
+    def request(self) -> str:
+        """What was asked for, in words."""
+        return str(self.amount) if self.bounded else "everything"
+
+    @property
     def recent(self) -> int:
         """Newest entries protected by mask at an eviction (the buffer, unless a method says less)."""
         return self.buffer

@@ -8,6 +8,7 @@ from typing import Literal
 from kvkeep.core.errors import ConfigError
 
 Scope = Literal["layer", "model"]
+Readers = Literal["query", "kv"]
 DecodeTrigger = Literal["periodic", "slack", "clock", "never"]
 PrefillTrigger = Literal["defer", "after", "chunk"]
 
@@ -56,6 +57,32 @@ class Trigger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reads:
+    """How a selector reads: what the engine keeps per block of entries for it, and who chooses.
+
+    Parameters
+    ----------
+    block
+        Entries of a block, the unit of reading; a block's first position is a multiple of it.
+    chosen_by
+        ``"query"``: every query head reads blocks of its own. ``"kv"``: the query heads of a KV head read the
+        same ones.
+    bounds
+        Smallest and largest key of each block, channel by channel, are needed.
+    gates
+        What trained block gates say of each block is needed.
+    dense_layers
+        First layers that read everything.
+    """
+
+    block: int = 16
+    chosen_by: Readers = "kv"
+    bounds: bool = False
+    gates: bool = False
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Traits:
     """What a policy looks at and how it decides.
 
@@ -88,6 +115,9 @@ class Traits:
         Layers share a selection: they cannot hold different numbers of entries.
     trained
         The policy needs trained weights.
+    reads
+        The policy keeps everything and chooses what is read (:class:`~kvkeep.core.selector.Selector`);
+        ``None``: all that is stored is read.
     """
 
     scope: Scope = "layer"
@@ -103,3 +133,9 @@ class Traits:
     ragged: bool = False
     shared: bool = False
     trained: bool = False
+    reads: Reads | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether gates of some kind must be given."""
+        return self.log_retention or (self.reads is not None and self.reads.gates)

@@ -67,10 +67,15 @@ def store_kind(store: str, policy: Policy) -> Literal["dense", "paged"]:
     Raises
     ------
     ConfigError
-        If there is no such store, or the policy's heads differ in length and the dense one was asked for.
+        If there is no such store, or the policy cannot work on it.
     """
     if store not in ("auto", "dense", "paged"):
         raise ConfigError(f"store {store!r} is unknown: use 'auto', 'dense' or 'paged'.")
+    if store == "paged" and policy.traits.reads is not None:
+        raise ConfigError(
+            f"{policy.name} keeps every entry of every head, and reads blocks of the dense store: pages of a "
+            "pool would gain nothing. Use store='dense', or leave store out."
+        )
     if store == "dense" and policy.traits.ragged:
         raise ConfigError(
             f"{policy.name} keeps different numbers of entries per head, which the dense store cannot hold: "

@@ -18,6 +18,7 @@ from kvkeep.core.view import LayerView
 from kvkeep.engine.attention import HIDDEN
 from kvkeep.engine.deferred import DeferredGates
 from kvkeep.engine.handle import LayerHandle
+from kvkeep.engine.reading import ReadCount
 from kvkeep.engine.recorder import Recorder
 from kvkeep.engine.step import Step
 from kvkeep.engine.viewing import layer_view
@@ -55,6 +56,8 @@ class RetentionLayer(CacheLayerMixin):
         self.recorder = Recorder(self.cache.traits, self.cache.rope)
         self.deferred = DeferredGates(self.cache.gates, self.index)
         self.evictions: list[int] = []
+        #: What the newest forward read, where that is less than everything stored.
+        self.read: ReadCount | None = None
         self.is_initialized = False
 
     @property
@@ -69,6 +72,11 @@ class RetentionLayer(CacheLayerMixin):
         if self.store is None:
             raise CacheError(f"layer {self.index} of this cache holds nothing yet.")
         return self.store
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes kept per block of entries for a selector."""
+        return 0
 
     # -- what transformers asks -----------------------------------------------------------------
 

@@ -26,12 +26,13 @@ from kvkeep.engine.eviction import Observer
 from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.fitting import StoreKind, fit, store_kind
 from kvkeep.engine.layer import RetentionLayer
-from kvkeep.engine.measured import allocated_bytes, trace_of
+from kvkeep.engine.measured import allocated_bytes, reads_of, trace_of
 from kvkeep.engine.paged_layer import PagedLayer
 from kvkeep.engine.persistence import load_cache, save_cache
 from kvkeep.engine.pools import Pools, spare_entries
 from kvkeep.engine.row_trace import RowCounter, RowTrace
 from kvkeep.engine.rows import Rows
+from kvkeep.engine.sparse_layer import SparseLayer
 from kvkeep.engine.spec import model_spec
 from kvkeep.engine.step import Step, count_fresh
 from kvkeep.engine.tap import tap
@@ -146,7 +147,8 @@ class RetentionCache(Cache):
         #: Numbers that are kept per entry beside key, value and position.
         self.extras = tuple(name for name in ("attention_sum", "log_retention") if getattr(self.traits, name))
         self.rope, self.calibration = fit(policy, model, self.spec, calibration, gates)
-        kind = PagedLayer if self.store_kind == "paged" else DenseLayer
+        dense = DenseLayer if self.traits.reads is None else SparseLayer
+        kind = PagedLayer if self.store_kind == "paged" else dense
         #: The gates, if the policy asks for what they say.
         self.gates = gates if self.traits.log_retention else None
         prepare(model)
@@ -227,9 +229,10 @@ class RetentionCache(Cache):
                 self.pools.give_back(held.shape[0])
             # A prompt of a single token is read, not decoded.
             decode = step.query_len == 1 and not self.rows.reading_prompt
-            counter.after_step([each.stored.held for each in layers], decode=decode)
+            read = reads_of(layers) if decode and self.traits.reads is not None else None
+            counter.after_step([each.stored.held for each in layers], decode=decode, read=read)
             if self._row_counter is not None:
-                self._row_counter.after_step(decode=decode)
+                self._row_counter.after_step(decode=decode, read=read)
             self.rows.columns += step.query_len
             self._step = None
 

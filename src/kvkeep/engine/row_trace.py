@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvkeep.core.arrays import FloatArray
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowTrace:
@@ -22,8 +24,14 @@ class RowTrace:
         Mean and maximum over decode steps of the entries stored, averaged over managed layers and KV
         heads, *while the step attends*: after its token was appended, before an eviction. Without
         a decode step, the entries that the prompt left.
+    mean_read, peak_read
+        Mean and maximum of the entries that the steps read, averaged in the same way, each entry of a KV head
+        counting once: all that is stored, unless a selector chooses.
+    mean_read_by_query
+        Mean of the entries that one query head read.
     prefill_entries
-        The same average when the prompt had been read (and evicted, if the policy evicts it at once).
+        Average of the entries stored when the prompt had been read (and evicted, if the policy evicts it at
+        once).
     evictions
         Rounds of eviction.
     """
@@ -32,6 +40,9 @@ class RowTrace:
     steps: int
     mean_entries: float
     peak_entries: float
+    mean_read: float
+    peak_read: float
+    mean_read_by_query: float
     prefill_entries: float
     evictions: int
 
@@ -48,17 +59,26 @@ class RowCounter:
     def __init__(self, layers: int) -> None:
         self._held: list[np.ndarray | None] = [None] * layers
         self._steps = self._sums = self._peaks = self._first = np.zeros(0)
+        # Of what was read: distinct entries, entries per query head, and the largest number of the former.
+        self._read = np.zeros((3, 0))
 
     def held(self, layer: int, lens: Sequence[int] | np.ndarray) -> None:
         """Note the entries of each row (or of each row and head) before an eviction."""
         entries = np.asarray(lens, dtype=np.float64)
         self._held[layer] = entries if entries.ndim == 1 else entries.mean(axis=1)
 
-    def after_step(self, decode: bool) -> None:
-        """All layers have been noted: count the forward."""
+    def after_step(self, decode: bool, read: FloatArray | None = None) -> None:
+        """All layers have been noted: count the forward.
+
+        Parameters
+        ----------
+        read
+            As for :meth:`~kvkeep.engine.trace.Counter.after_step`.
+        """
         now = np.mean([entries for entries in self._held if entries is not None], axis=0)
         if len(self._steps) != len(now):
             self._steps, self._sums, self._peaks = (np.zeros(len(now)) for _ in range(3))
+            self._read = np.zeros((3, len(now)))
         if not decode:
             self._first = now
             return
@@ -67,6 +87,9 @@ class RowCounter:
         self._steps = self._steps + 1
         self._sums = self._sums + now
         self._peaks = np.maximum(self._peaks, now)
+        distinct, by_query = (now, now) if read is None else read.mean(axis=(1, 3))
+        self._read[:2] += distinct, by_query
+        self._read[2] = np.maximum(self._read[2], distinct)
 
     def select(self, index: Sequence[int]) -> None:
         """Keep the rows ``index``, in that order, repeats allowed."""
@@ -74,18 +97,23 @@ class RowCounter:
             chosen = list(index)
             self._steps, self._sums = self._steps[chosen], self._sums[chosen]
             self._peaks, self._first = self._peaks[chosen], self._first[chosen]
+            self._read = self._read[:, chosen]
 
     def traces(self, sequence_ids: Sequence[int], evictions: Sequence[int]) -> list[RowTrace]:
         """What was measured so far, one trace a row."""
         result = []
         for row, name in enumerate(sequence_ids):
             steps, first = int(self._steps[row]), float(self._first[row])
+            distinct, by_query, peak = (float(number) for number in self._read[:, row])
             result.append(
                 RowTrace(
                     sequence_id=name,
                     steps=steps,
                     mean_entries=float(self._sums[row]) / steps if steps else first,
                     peak_entries=float(self._peaks[row]) if steps else first,
+                    mean_read=distinct / steps if steps else first,
+                    peak_read=peak if steps else first,
+                    mean_read_by_query=by_query / steps if steps else first,
                     prefill_entries=first,
                     evictions=int(evictions[row]),
                 )

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.core.arrays import IntArray
+from kvkeep.core.arrays import FloatArray, IntArray
 from kvkeep.core.budget import format_bytes
+from kvkeep.engine.read_sums import ReadSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,12 @@ class Trace:
     mean_entries, peak_entries
         Entries per KV head and layer: mean over decode steps, layers, heads and sequences, after the
         step's eviction; and the most that any head of any layer held at any time.
+    mean_read, peak_read
+        Entries per KV head and layer that attention read, each once however many query heads read it: mean
+        over decode steps, layers, heads and sequences, and the most of any head. A policy that evicts reads
+        all that is stored while a step attends, its newest token included; a selector reads less.
+    mean_read_by_query
+        Entries that one query head read, on average: less than ``mean_read`` where query heads choose alone.
     mean_by_layer_head, peak_by_layer_head
         The same per managed layer and KV head, ``[layers][kv_heads]``.
     evictions
@@ -46,6 +53,9 @@ class Trace:
     steps: int
     mean_entries: float
     peak_entries: int
+    mean_read: float
+    peak_read: int
+    mean_read_by_query: float
     mean_by_layer_head: list[list[float]]
     peak_by_layer_head: list[list[int]]
     evictions: int
@@ -61,9 +71,11 @@ class Trace:
 
     def __str__(self) -> str:
         evicted = f"{self.evictions} evictions" if self.evictions else "0 evicted"
+        sparse = self.mean_read < self.mean_entries
+        read = f" (read: mean {self.mean_read:.1f}, peak {self.peak_read})" if sparse else ""
         return (
             f"{self.policy}: asked {self.requested}, measured mean {self.mean_entries:.1f} and peak "
-            f"{self.peak_entries} entries per head, {format_bytes(self.kv_bytes)} (peak "
+            f"{self.peak_entries} entries per head{read}, {format_bytes(self.kv_bytes)} (peak "
             f"{format_bytes(self.peak_kv_bytes)}), {evicted}"
         )
 
@@ -81,7 +93,9 @@ class Counter:
         self.steps = 0
         self.sums = np.zeros((layers, heads))
         self.peaks = np.zeros((layers, heads), dtype=np.int64)
+        self.reads = ReadSums(layers, heads)
         self.by_layer = np.zeros(layers, dtype=np.int64)
+        self._attended: list[IntArray] = [np.zeros((1, heads), dtype=np.int64)] * layers
         self.peak_bytes = 0
 
     @property
@@ -93,15 +107,26 @@ class Counter:
         """Note that a layer evicted in so many rows."""
         self.by_layer[layer] += rows
 
-    def after_step(self, held: Sequence[IntArray], decode: bool) -> None:
-        """Count one forward; ``held`` is entries per layer, ``[batch, kv_heads]`` each."""
+    def after_step(self, held: Sequence[IntArray], decode: bool, read: FloatArray | None = None) -> None:
+        """Count one forward.
+
+        Parameters
+        ----------
+        held
+            Entries per layer now, ``[batch, kv_heads]`` each.
+        read
+            What was read, ``[2, layers, batch, kv_heads]``: distinct entries, and entries per query head;
+            ``None`` for all that was stored.
+        """
         if decode:
             self.steps += 1
             self.sums += np.stack(held).mean(axis=1)
+            self.reads.add(np.stack([self._attended] * 2) if read is None else read)
 
     def held(self, layer: int, entries: IntArray) -> None:
         """Note how much a layer holds at its fullest moment, before an eviction: ``[batch, kv_heads]``."""
         np.maximum(self.peaks[layer], entries.max(axis=0), out=self.peaks[layer])
+        self._attended[layer] = entries
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -109,6 +134,7 @@ class Counter:
             "steps": self.steps,
             "sums": self.sums.tolist(),
             "peaks": self.peaks.tolist(),
+            "reads": self.reads.as_dict(),
             "by_layer": self.by_layer.tolist(),
             "peak_bytes": self.peak_bytes,
         }
@@ -121,4 +147,5 @@ class Counter:
         counter.sums = np.array(saved["sums"], dtype=np.float64)
         counter.peaks = np.array(saved["peaks"], dtype=np.int64)
         counter.by_layer = np.array(saved["by_layer"], dtype=np.int64)
+        counter.reads = ReadSums.from_dict(saved["reads"])
         return counter

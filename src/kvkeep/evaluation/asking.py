@@ -55,7 +55,7 @@ def header_facts(
         "prompt_sha256": template.fingerprint(tokenizer),
         "sampling": sampling.as_dict(),
         "calibration_sha256": calibration_sha256 if traits.calibration else None,
-        "gates_sha256": gates_sha256 if traits.log_retention else None,
+        "gates_sha256": gates_sha256 if traits.gated else None,
         "extra": {
             "prompt": template.name,
             "draws_differ_by": "policy" if sampling.greedy else "sampling",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from kvkeep.core.errors import UnknownNameError
-from kvkeep.evaluation.matching import TOLERANCE, MatchOn
+from kvkeep.evaluation.matching import TOLERANCE
 from kvkeep.evaluation.records import Run, SampleRecord
 from kvkeep.evaluation.splits import ids_sha256, part_of
+
+#: Which measured quantity two runs must agree in: memory over all steps, memory after the prompt, or reading.
+CompareOn = Literal["mean_cache", "prefill_cache", "mean_read"]
 
 # What must be equal, under the name by which a difference can be allowed.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -98,7 +101,7 @@ def cache_reasons(
     baseline: Run,
     challenger: Run,
     *,
-    on: MatchOn = "mean_cache",
+    on: CompareOn = "mean_cache",
     tolerance: float = TOLERANCE,
     allow: Collection[str] = (),
 ) -> list[str]:

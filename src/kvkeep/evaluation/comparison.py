@@ -10,6 +10,7 @@ import numpy as np
 
 from kvkeep.core.errors import EvidenceError
 from kvkeep.evaluation.comparability import (
+    CompareOn,
     cache_reasons,
     check_allowed,
     common_samples,
@@ -17,7 +18,7 @@ from kvkeep.evaluation.comparability import (
     sample_reasons,
     setting_reasons,
 )
-from kvkeep.evaluation.matching import TOLERANCE, MatchOn
+from kvkeep.evaluation.matching import TOLERANCE
 from kvkeep.evaluation.records import Run, SampleRecord
 from kvkeep.evaluation.splits import hash_order
 from kvkeep.evaluation.statistics.accuracy import Accuracy, accuracy
@@ -50,6 +51,8 @@ class ArmSummary:
     mean_cache, mean_cache_per_sample, peak_cache, prefill_cache
         Measured entries per KV head and layer: over all steps, over samples, at most, and when the
         prompt had been read.
+    mean_read, peak_read
+        Entries that a decode step read: less than what is stored only for selectors.
     """
 
     run: str
@@ -62,6 +65,8 @@ class ArmSummary:
     mean_cache_per_sample: float
     peak_cache: float
     prefill_cache: float
+    mean_read: float
+    peak_read: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +83,8 @@ class Comparison:
         Differences of other metrics, uncorrected: they explain, they do not decide.
     growth
         The difference on the first so many problems in hash order.
-    cache_ratio, prefill_ratio
-        Memory of the challenger divided by that of the baseline.
+    cache_ratio, prefill_ratio, read_ratio
+        Memory of the challenger divided by that of the baseline; the same of the entries read.
     smallest
         The true difference that such a study finds with 80 % power.
     notes
@@ -93,6 +98,7 @@ class Comparison:
     growth: Mapping[int, PairedDifference]
     cache_ratio: float
     prefill_ratio: float
+    read_ratio: float
     smallest: float
     notes: tuple[str, ...]
 
@@ -106,7 +112,7 @@ def compare(
     challenger: Run,
     *,
     allow: Collection[str] = (),
-    on: MatchOn = "mean_cache",
+    on: CompareOn = "mean_cache",
     tolerance: float = TOLERANCE,
     metric: str | None = None,
     test: Test | None = None,
@@ -125,7 +131,8 @@ def compare(
         in the result.
     on, tolerance
         Which measured cache must be equal, and how closely. ``"prefill_cache"`` shows how misleading
-        equal memory at the end of the prompt is.
+        equal memory at the end of the prompt is; ``"mean_read"`` matches what a step reads, for selectors,
+        which store everything.
     metric
         ``"accuracy"`` or ``"score"``; what the task is judged by if not given.
     test, resamples, seed, cells
@@ -154,6 +161,8 @@ def compare(
     notes = [f"differences in {name} were allowed" for name in sorted(allow)]
     if on == "prefill_cache":
         notes.append("memory was matched at the end of the prompt only: the cache while writing differs")
+    if on == "mean_read":
+        notes.append("what a step reads was matched, not memory: a selector stores everything")
     return measure(
         baseline,
         challenger,
@@ -218,6 +227,7 @@ def measure(
         },
         cache_ratio=_ratio(challenger.mean_cache, baseline.mean_cache),
         prefill_ratio=_ratio(challenger.prefill_cache, baseline.prefill_cache),
+        read_ratio=_ratio(challenger.mean_read, baseline.mean_read),
         smallest=smallest,
         notes=tuple(notes),
     )
@@ -249,4 +259,6 @@ def _summary(run: Run, samples: list[SampleRecord], metric: str) -> ArmSummary:
         mean_cache_per_sample=run.mean_cache_per_sample,
         peak_cache=max(sample.peak_cache for sample in samples),
         prefill_cache=run.prefill_cache,
+        mean_read=run.mean_read,
+        peak_read=run.peak_read,
     )

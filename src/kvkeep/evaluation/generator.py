@@ -68,7 +68,7 @@ class Completion:
         By itself, not at the length limit.
     prompt_tokens
         Tokens of the prompt.
-    steps, mean_cache, peak_cache, prefill_cache, evictions
+    steps, mean_cache, peak_cache, prefill_cache, mean_read, peak_read, evictions
         As in :class:`~kvkeep.engine.row_trace.RowTrace`.
     seconds, write_seconds
         Its share of the batch's time: all of it, and without reading the prompt.
@@ -85,6 +85,8 @@ class Completion:
     mean_cache: float
     peak_cache: float
     prefill_cache: float
+    mean_read: float | None = None
+    peak_read: float | None = None
     evictions: int = 0
     seconds: float = 0.0
     write_seconds: float = 0.0
@@ -244,10 +246,17 @@ class ModelGenerator:
             mean_cache=trace.mean_entries,
             peak_cache=trace.peak_entries,
             prefill_cache=trace.prefill_entries,
+            mean_read=trace.mean_read,
+            peak_read=trace.peak_read,
             evictions=trace.evictions,
             seconds=written.read_seconds + written.write_seconds,
             write_seconds=written.write_seconds,
-            extra={"batch": rows, "batch_peak_kv_bytes": cache.trace.peak_kv_bytes} | refed,
+            extra={
+                "batch": rows,
+                "batch_peak_kv_bytes": cache.trace.peak_kv_bytes,
+                "mean_read_by_query": trace.mean_read_by_query,
+            }
+            | refed,
         )
 
     def _spare(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> list[int] | None:

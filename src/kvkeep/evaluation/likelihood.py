@@ -118,6 +118,11 @@ def check_reading(policy: Policy, *, chunk: int, window: int, max_positions: int
             f"a window of {window} tokens is longer than the model's {max_positions} positions: give a "
             "shorter window, or a model made for longer sequences."
         )
+    if policy.traits.reads is not None and chunk > 1:
+        raise ConfigError(
+            f"{policy.name} chooses what a single new token reads; several at once read everything: read "
+            "token by token (chunk=1)."
+        )
     if not policy.bounded:
         return
     if policy.protects_prompt:

@@ -77,6 +77,9 @@ class SampleRecord(_Plain):
         Entries per KV head and layer while the steps attended, prompt included: mean and maximum.
     prefill_cache
         Entries when the prompt had been read.
+    mean_read, peak_read
+        Entries per KV head and layer that the steps read, each once: mean and maximum. ``None`` becomes what
+        was stored: only a selector reads less.
     seconds
         Wall time spent on this sample (its share of a batch).
     cluster
@@ -103,11 +106,16 @@ class SampleRecord(_Plain):
     steps: int = 0
     prompt_tokens: int = 0
     prefill_cache: float = 0.0
+    mean_read: float | None = None
+    peak_read: float | None = None
     cluster: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         problems = []
+        for read, stored in (("mean_read", self.mean_cache), ("peak_read", self.peak_cache)):
+            if getattr(self, read) is None:
+                object.__setattr__(self, read, stored)
         if self.answer_class not in get_args(AnswerClass):
             problems.append(f"answer class {self.answer_class!r} is none of {get_args(AnswerClass)}")
         if self.failure_class not in get_args(FailureClass):
@@ -233,6 +241,25 @@ class Run:
         """Mean cache of the run, every decode step counting once: what memory and bandwidth see."""
         steps = sum(sample.steps for sample in self.samples)
         return sum(sample.mean_cache * sample.steps for sample in self.samples) / steps if steps else 0.0
+
+    @property
+    def mean_read(self) -> float:
+        """Entries read in a decode step, every step counting once."""
+        steps = sum(sample.steps for sample in self.samples)
+        return sum((s.mean_read or 0.0) * s.steps for s in self.samples) / steps if steps else 0.0
+
+    @property
+    def peak_read(self) -> float:
+        """The most entries that a step of any sample read."""
+        return max((sample.peak_read or 0.0 for sample in self.samples), default=0.0)
+
+    @property
+    def mean_read_by_query(self) -> float | None:
+        """Entries that one query head reads in a step, every step counting once; ``None`` if not measured."""
+        name, steps = "mean_read_by_query", sum(sample.steps for sample in self.samples)
+        if not steps or not all(name in sample.extra for sample in self.samples):
+            return None
+        return float(sum(sample.extra[name] * sample.steps for sample in self.samples)) / steps
 
     @property
     def mean_cache_per_sample(self) -> float:

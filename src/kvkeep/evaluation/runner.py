@@ -304,6 +304,8 @@ def make_record(task: Task, completion: Completion, grade: Grade) -> SampleRecor
         mean_cache=completion.mean_cache,
         peak_cache=completion.peak_cache,
         prefill_cache=completion.prefill_cache,
+        mean_read=completion.mean_read,
+        peak_read=completion.peak_read,
         seconds=round(completion.seconds, 6),
         cluster=problem.cluster,
         extra={

@@ -21,6 +21,7 @@ from kvkeep.engine.drawing import Draw
 from kvkeep.serving.account import Account, require_agreement
 from kvkeep.serving.launching import arguments_of, own_settings_left_alone, prepare
 from kvkeep.serving.ledger import LEDGER
+from kvkeep.serving.refusals import NO_SELECTORS
 from kvkeep.serving.schedule import Schedule
 from kvkeep.serving.settings import KEY
 from kvkeep.serving.spelling import spelled
@@ -102,6 +103,8 @@ class OfflineEngine:
         max_len: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        if policy.traits.reads is not None:  # vLLM would start, and serve the full cache
+            raise UnsupportedError(f"{policy.name} cannot run inside vLLM", [NO_SELECTORS])
         given = own_settings_left_alone(options or {})
         prepare()
         from vllm import LLM

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 TESTED = ("0.32",)
 
 
+NO_SELECTORS = (
+    "it keeps every entry and reads some of them, and here attention reads every block that is stored: run "
+    "it in transformers, or serve a policy that evicts"
+)
+
+
 def version_reasons(version: str, allow_untested: bool) -> list[str]:
     """Objections to a release of vLLM."""
     if allow_untested or ".".join(version.split(".")[:2]) in TESTED:
@@ -63,6 +69,8 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
     """Objections to a policy inside vLLM."""
     traits, reasons = policy.traits, list(policy.check(spec))
     buffer, budget = policy.buffer, policy.amount.count if policy.bounded else 0
+    if traits.reads is not None:
+        return [*reasons, f"{policy.name} is a selector: {NO_SELECTORS}"]
     if not policy.bounded:
         reasons.append(f"{policy.name} keeps everything: leave the setting out to serve the full cache")
         return reasons

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvkeep.core.errors import ConfigError
+from kvkeep.core.policy import Policy
 from kvkeep.engine.attention import restore
 from kvkeep.engine.fitting import store_kind
 from kvkeep.testing.models import left_padded, tokens
@@ -99,7 +100,7 @@ def nothing_to_evict_nothing_changed(subject: Subject) -> None:
     The paged store attends by a kernel of its own: there the logits are close.
     """
     exact = store_kind(subject.store, subject.policy) == "dense"
-    policy = subject.policy.with_budget(300) if subject.policy.bounded else subject.policy
+    policy = _roomy(subject.policy)
     model = shared_model()
     for prompts in ((21, 21), (21, 4)):
         ids, mask = left_padded(prompts)
@@ -118,6 +119,13 @@ def nothing_to_evict_nothing_changed(subject: Subject) -> None:
         else:
             gap = float((ours - theirs)[mask.bool()].abs().max())
             require(gap < _CLOSE, f"logits differ by {gap:.2g} from DynamicCache's")
+
+
+def _roomy(policy: Policy) -> Policy:
+    """The policy with room for everything: to keep, or to read."""
+    if policy.bounded:
+        return policy.with_budget(300)
+    return policy if policy.traits.reads is None else type(policy)(**policy.options() | {"token_budget": 300})
 
 
 def nothing_leaks(subject: Subject) -> None:

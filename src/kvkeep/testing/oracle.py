@@ -28,7 +28,7 @@ from kvkeep.testing.watching import WatchedCache, feed, pieces
 
 _NAME = "kvkeep_oracle"
 
-# Visibility of the forward in progress: layer -> bool [batch, kv_heads, queries, columns].
+# Visibility of the forward in progress: layer -> bool [batch, heads or kv_heads, queries, columns].
 _visible: ContextVar[dict[int, Tensor]] = ContextVar("visible")
 
 
@@ -46,7 +46,11 @@ def _attention(
     q, k, v = query.double(), *(each.double().repeat_interleave(group, 1) for each in (key, value))
     logits = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
     visible = _visible.get().get(module.layer_idx)
-    visible = attention_mask if visible is None else visible.repeat_interleave(group, 1)
+    visible = (
+        attention_mask
+        if visible is None
+        else visible.repeat_interleave(query.shape[1] // visible.shape[1], 1)
+    )
     if visible is not None:
         logits = logits.masked_fill(~visible, -math.inf)
     if s_aux is not None:  # a learned sink: one more logit per head, without a value
@@ -74,7 +78,7 @@ def _oracle_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _visibility(seen: list[list[Tensor]], mask: Tensor, start: int, end: int) -> Tensor:
-    """bool ``[batch, kv_heads, end - start, end]`` from the positions that one layer held."""
+    """bool ``[batch, heads or kv_heads, end - start, end]`` from the positions that one layer held."""
     visible = torch.zeros(len(seen), len(seen[0]), end - start, end, dtype=torch.bool)
     for row, heads in enumerate(seen):
         columns = mask[row, :end].nonzero()[:, 0]  # column of each position

@@ -81,6 +81,8 @@ class Subject:
             raise ConfigError(f"{given!r} is neither a policy nor something that makes one.")
         if given.bounded and given.amount.entries is None:
             raise ConfigError("the suite needs a budget that is a count: budget=24, buffer=8 runs fast.")
+        if store == "paged" and given.traits.reads is not None:
+            raise SkipTest(f"{given.name} reads blocks of the dense store")
         return cls(given, store)
 
     @property

@@ -17,6 +17,7 @@ from kvkeep.core.view import LayerView
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.retention_cache import RetentionCache
+from kvkeep.engine.sparse_layer import SparseLayer
 from kvkeep.engine.step import Step
 
 
@@ -59,7 +60,8 @@ class _Noting:
 class WatchedCache(RetentionCache):
     """A cache that writes down what each attention could see, and every eviction.
 
-    ``seen[forward][layer][row][head]`` holds positions, those of the forward's own tokens among them.
+    ``seen[forward][layer][row][head]`` holds positions, those of the forward's own tokens among them;
+    ``head`` is a KV head, or a query head where query heads read different entries.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy, **options: Any) -> None:
@@ -72,7 +74,10 @@ class WatchedCache(RetentionCache):
         """Look before anything is evicted."""
         if layer.place == 0:
             self.seen.append({})
-        self.seen[-1][layer.index] = self.kept_positions(layer.index)
+        if isinstance(layer, SparseLayer):
+            self.seen[-1][layer.index] = layer.positions_read()
+        else:
+            self.seen[-1][layer.index] = self.kept_positions(layer.index)
         super().after_attention(layer, step)
 
 

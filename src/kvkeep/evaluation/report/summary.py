@@ -53,6 +53,9 @@ class Summary:
         Share of correct ones among the samples in which an answer was found.
     mean_cache, mean_cache_per_sample, peak_cache, prefill_cache
         Entries per KV head and layer: over steps, over samples, the largest, at the end of the prompt.
+    mean_read, peak_read, mean_read_by_query
+        Entries per KV head and layer that a step read, each once: mean and maximum; and what one query head
+        read, ``None`` if it was not measured.
     evictions
         Rounds of eviction per sample, on average.
     tokens, at_limit
@@ -88,6 +91,9 @@ class Summary:
     mean_cache_per_sample: float
     peak_cache: float
     prefill_cache: float
+    mean_read: float
+    peak_read: float
+    mean_read_by_query: float | None
     evictions: float
     tokens: float
     at_limit: float
@@ -127,7 +133,9 @@ def summarise(run: Run) -> Summary:
     votes = votes and len(set(means.groups)) > 1
     return Summary(
         run=header.run,
-        label=label(header.policy, budget, header.budget.get("prompt")),
+        label=label(
+            header.policy, budget, header.budget.get("prompt"), header.policy_options.get("token_budget")
+        ),
         task=header.task,
         model=header.model,
         policy=header.policy,
@@ -147,6 +155,9 @@ def summarise(run: Run) -> Summary:
         mean_cache_per_sample=run.mean_cache_per_sample,
         peak_cache=max(sample.peak_cache for sample in samples),
         prefill_cache=run.prefill_cache,
+        mean_read=run.mean_read,
+        peak_read=run.peak_read,
+        mean_read_by_query=run.mean_read_by_query,
         evictions=float(np.mean([sample.extra.get("evictions", 0) for sample in samples])),
         tokens=float(np.mean([sample.tokens for sample in samples])),
         at_limit=_share([sample.extra.get("finish") == "length" for sample in samples]) or 0.0,
@@ -159,8 +170,12 @@ def summarise(run: Run) -> Summary:
     )
 
 
-def label(policy: str, budget: int | None, prompt: str | None = "counts") -> str:
+def label(
+    policy: str, budget: int | None, prompt: str | None = "counts", token_budget: int | None = None
+) -> str:
     """Policy and budget in a few words."""
+    if token_budget is not None:
+        return f"{policy}, {token_budget} read"
     if budget is None:
         return policy
     return f"{policy} {budget}" + (" + prompt" if prompt == "kept" else "")

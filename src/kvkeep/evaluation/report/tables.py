@@ -52,8 +52,10 @@ def result_table(summaries: Sequence[Summary]) -> Table:
                 "–" if found is None else f"{100 * low:.1f} to {100 * high:.1f}",
                 f"{100 * each.correct:.1f}",
                 f"{each.mean_cache:.1f}",
+                f"{each.mean_read:.1f}",
                 f"{each.mean_cache_per_sample:.1f}",
                 f"{each.peak_cache:.0f}",
+                f"{each.peak_read:.0f}",
                 f"{each.prefill_cache:.1f}",
                 f"{each.evictions:.1f}",
                 f"{each.problems} × {each.draws}",
@@ -66,16 +68,19 @@ def result_table(summaries: Sequence[Summary]) -> Table:
             "95 % interval",
             "all right %",
             "mean cache",
+            "mean read",
             "per sample",
             "peak",
+            "peak read",
             "after prompt",
             "evictions",
             "problems × draws",
         ),
         rows=tuple(rows),
         note=(
-            "Cache: measured entries per KV head and layer, prompt included. Mean cache weighs every step "
-            "alike, per sample every sample. Intervals come from the spread between problems."
+            "Cache: measured entries per KV head and layer, prompt included; read: those of them that a step "
+            "read, fewer than stored only under a selector. Means weigh every step alike, per sample every "
+            "sample. Intervals come from the spread between problems."
         ),
     )
 
