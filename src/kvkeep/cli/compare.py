@@ -39,7 +39,7 @@ def compare(
     ] = "mean_cache",
     tolerance: Annotated[float, typer.Option(help="How unequal it may be.")] = 0.02,
     metric: Annotated[
-        str | None, typer.Option(help="accuracy or score [what the task is judged by].")
+        str | None, typer.Option(help="accuracy, score, loop, truncated … [what the task is judged by].")
     ] = None,
     test: Annotated[
         str | None,

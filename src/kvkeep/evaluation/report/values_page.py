@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeep.evaluation.report import values_figures as draw
+from kvkeep.evaluation.report import plain_figures as draw
 from kvkeep.evaluation.report import values_tables as tables
 from kvkeep.evaluation.report.figures import Mark
 from kvkeep.evaluation.report.page import render
-from kvkeep.evaluation.report.tables import Table
+from kvkeep.evaluation.report.plain_page import Page, Section
 
 Facts = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Figures and tables under one heading; see :class:`kvkeep.evaluation.report.page.Section`."""
-
-    title: str
-    figures: Mapping[str, tuple[str, str]]
-    tables: Mapping[str, Table]
-    facts: tuple[str, ...] = ()
-    legend: Mapping[str, Mark] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """What the template asks of a report."""
-
-    title: str
-    sections: tuple[Section, ...]
-    decision: None = None
 
 
 def values_page(facts: Facts) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvkeep.core.errors import ConfigError, UnknownNameError
+from kvkeep.evaluation.loops import metric as loop
 from kvkeep.evaluation.records import SampleRecord
 
 METRICS: Mapping[str, Callable[[SampleRecord], float]] = {
@@ -20,6 +21,7 @@ METRICS: Mapping[str, Callable[[SampleRecord], float]] = {
     "not_extracted": lambda sample: float(sample.answer_class == "not_extracted"),
     "timed_out": lambda sample: float(sample.answer_class == "timed_out"),
     "truncated": lambda sample: float(sample.failure_class == "truncated"),
+    "loop": loop,
     "phrase_loop": lambda sample: float(sample.failure_class == "phrase_loop"),
     "garbage": lambda sample: float(sample.failure_class == "garbage"),
     "tokens": lambda sample: float(sample.tokens),

@@ -1,4 +1,4 @@
-"""Figures of `kvkeep analyze values` and `quantization`."""
+"""Figures of `kvkeep analyze values`, `quantization` and `loops`."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def line_figure(
     title: str,
     x_name: str,
     xs: Sequence[float],
-    lines: Mapping[str, Sequence[float]],
+    lines: Mapping[str, Sequence[float | None]],
     low: float,
     high: float,
 ) -> str:
-    """Lines over layers, on an axis of round numbers; colours in the order of the legend."""
+    """Lines on an axis of round numbers, colours in the order of the legend; ``None`` is no point."""
     drawing = Drawing(WIDTH, _HEIGHT, title)
     y = Axis(ticks(low, high), _BOTTOM, _TOP)
     x = Axis([xs[0], max(xs[-1], xs[0] + 1)], _LEFT + 8, WIDTH - _RIGHT - 8)
@@ -92,7 +92,7 @@ def line_figure(
         drawing.text(x.place(value), _BOTTOM + 16, f"{value:g}", anchor="middle", class_="tick")
     for number, (name, values) in enumerate(lines.items()):
         colour = f"c{number % 10}"
-        points = list(zip(xs, values, strict=True))
+        points = [(a, b) for a, b in zip(xs, values, strict=True) if b is not None]
         path = " ".join(f"{x.place(a):.1f},{y.place(b):.1f}" for a, b in points)
         drawing.add("polyline", points=path, class_=f"thread {colour}")
         for a, b in points:
