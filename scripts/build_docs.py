@@ -19,6 +19,7 @@ import kvkeep
 from kvkeep.cli.app import app
 from kvkeep.core.policy import Policy
 from kvkeep.policies.allocated import SHARES
+from kvkeep.policies.cadence import Surprise
 from kvkeep.policies.rescored import NormWeighted, Recency
 from kvkeep.policies.shared_layers import SharedLayers
 
@@ -68,6 +69,7 @@ def policy_page() -> str:
         "## Parts: how the budget is shared out: " + ", ".join(f"`+ {name}`" for name in SHARES): (
             kvkeep.Allocated
         ),
+        "## Part: when evictions happen: `+ surprise`": Surprise,
     }
     for heading, policy in named.items():
         parts = sections(policy)

@@ -84,6 +84,8 @@ def test_versions() -> None:
         ({"policy": "snapkv", "options": {"prefill": "after"}}, "use 'defer'"),
         ({"policy": "snapkv + adaptive-heads", "prefill": "defer"}, 'use "prefill": "chunk"'),
         ({"policy": "snapkv + whole-model"}, "every layer decides alone"),
+        ({"policy": "snapkv + shared-layers"}, "every layer decides alone"),
+        ({"policy": "snapkv + surprise"}, "use another trigger"),
         ({"policy": "triattention", "options": {"mode": "per-layer-per-head"}}, "run `kvkeep calibrate`"),
         ({"policy": "triattention", "options": {"mode": "per-layer-per-head"}}, '"prompt": "kept"'),
     ],
@@ -95,7 +97,13 @@ def test_a_policy_that_is_not_served(settings: dict[str, Any], words: str) -> No
     assert any(words in reason for reason in policy_reasons(policy, spec, config([]), None))
 
 
-@pytest.mark.parametrize("name", ["streaming-llm", "key-norm", "snapkv", "tova", "r-kv", "vase-dkv", "cur"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("streaming-llm", "key-norm", "snapkv", "tova", "r-kv", "vase-dkv", "cur"),
+        *("snapkv + norm-weighted", "vase-attnv + recency(weight=0.5)"),
+    ],
+)
 @pytest.mark.parametrize("prompt", ["counts", "kept"])
 def test_a_policy_that_is_served(name: str, prompt: Any) -> None:
     """A policy that works would be turned away."""

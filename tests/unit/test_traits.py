@@ -69,7 +69,10 @@ def test_budget_is_never_cut_into() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decode": "often"}, "trigger 'often' is unknown: use one of periodic, slack, clock, never."),
+        (
+            {"decode": "often"},
+            "trigger 'often' is unknown: use one of periodic, slack, clock, surprise, never.",
+        ),
         ({"prefill": "before"}, "prefill trigger 'before' is unknown: use one of defer, after, chunk."),
     ],
 )

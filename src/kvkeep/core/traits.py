@@ -9,10 +9,10 @@ from kvkeep.core.errors import ConfigError
 
 Scope = Literal["layer", "model"]
 Readers = Literal["query", "kv"]
-DecodeTrigger = Literal["periodic", "slack", "clock", "never"]
+DecodeTrigger = Literal["periodic", "slack", "clock", "surprise", "never"]
 PrefillTrigger = Literal["defer", "after", "chunk"]
 
-_DECODE: tuple[str, ...] = ("periodic", "slack", "clock", "never")
+_DECODE: tuple[str, ...] = ("periodic", "slack", "clock", "surprise", "never")
 _PREFILL: tuple[str, ...] = ("defer", "after", "chunk")
 
 
@@ -26,16 +26,21 @@ class Trigger:
         After a decode step, with ``n`` entries stored, budget ``C`` and buffer ``B``:
         ``"periodic"`` when ``n > C`` and ``n - C`` is a multiple of ``B`` (VaSE: with ``C`` a multiple of
         ``B`` this is ``n mod B == 0``); ``"slack"`` when ``n >= C + B`` (TriAttention); ``"clock"`` when
-        ``n >= C`` and the number of tokens seen is a multiple of ``B`` (R-KV); ``"never"``.
+        ``n >= C`` and the number of tokens seen is a multiple of ``B`` (R-KV); ``"surprise"`` when the token
+        was drawn from an entropy of at least ``threshold`` and ``n >= C + B / 2``, or when
+        ``n >= C + 2 B``; ``"never"``.
     prefill
         For tokens that arrive several at a time: ``"defer"`` leaves them to the decode trigger;
         ``"after"`` evicts once, when the whole prompt has been read and before the first new token
         is stored; ``"chunk"`` evicts after every chunk, so memory stays bounded while a long
         prompt is read.
+    threshold
+        Of the trigger ``"surprise"``, in nats.
     """
 
     decode: DecodeTrigger = "periodic"
     prefill: PrefillTrigger = "defer"
+    threshold: float = 0.5
 
     def __post_init__(self) -> None:
         if self.decode not in _DECODE:
@@ -44,11 +49,33 @@ class Trigger:
             raise ConfigError(
                 f"prefill trigger {self.prefill!r} is unknown: use one of {', '.join(_PREFILL)}."
             )
+        if self.threshold < 0:
+            raise ConfigError(f"threshold {self.threshold} is negative: an entropy is at least 0 nats.")
 
-    def due(self, *, stored: int, seen: int, budget: int, buffer: int) -> bool:
-        """Whether a sequence evicts after this decode step."""
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the engine must say how unsure the model was of each token."""
+        return self.decode == "surprise"
+
+    def room(self, buffer: int) -> int:
+        """Entries above the budget that decoding needs: ``B``, or ``2 B`` where a surprise is waited for."""
+        return 2 * buffer if self.decode == "surprise" else buffer
+
+    def fullest(self, *, stored: int, budget: int, buffer: int) -> int:
+        """Entries that a sequence holds at most before its next eviction, from so many on."""
+        if self.decode == "surprise":
+            return max(budget + self.room(buffer), stored + 1)
+        periods = 1 if stored <= budget + buffer else (stored - budget) // buffer + 1
+        return budget + periods * buffer
+
+    def due(self, *, stored: int, seen: int, budget: int, buffer: int, entropy: float | None = None) -> bool:
+        """Whether a sequence evicts after this decode step, whose token was drawn from ``entropy`` nats."""
         if stored <= budget:
             return False
+        if self.decode == "surprise":
+            waited = 2 * (stored - budget) >= buffer
+            surprised = entropy is not None and entropy >= self.threshold
+            return (waited and surprised) or stored >= budget + 2 * buffer
         if self.decode == "periodic":
             return (stored - budget) % buffer == 0
         if self.decode == "slack":

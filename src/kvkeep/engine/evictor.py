@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvkeep.core.decision import KeepCounts, KeepDecision
-from kvkeep.core.errors import BudgetError, CacheIntegrityError
+from kvkeep.core.errors import BudgetError, CacheError, CacheIntegrityError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.eviction import Eviction, Observer
 from kvkeep.engine.layer import RetentionLayer
@@ -81,9 +81,7 @@ class Evictor:
         return self._until_evicted(entries, self.limit(row))
 
     def _until_evicted(self, entries: int, kept: int) -> int:
-        buffer = self.policy.buffer
-        periods = 1 if entries <= kept + buffer else (entries - kept) // buffer + 1
-        most = kept + periods * buffer
+        most = self.traits.trigger.fullest(stored=entries, budget=kept, buffer=self.policy.buffer)
         # A budget beyond every possible sequence must not be laid out in full.
         limit = self.max_positions
         return most if limit is None else max(entries, min(most, limit))
@@ -117,6 +115,7 @@ class Evictor:
         trigger = self.traits.trigger
         if step.query_len > 1:
             return self._above_limit(layers) if trigger.prefill == "chunk" else []
+        entropy = self._entropy()
         return [
             row
             for row, stored in enumerate(_mean_entries(layers))
@@ -125,8 +124,21 @@ class Evictor:
                 seen=self.rows.seq_lens[row],
                 budget=self.limit(row),
                 buffer=self.policy.buffer,
+                entropy=entropy[row],
             )
         ]
+
+    def _entropy(self) -> Sequence[float | None]:
+        rows = self.rows
+        if not self.traits.trigger.needs_entropy or rows.reading_prompt:
+            return [None] * len(rows.seq_lens)
+        if not rows.entropy:
+            raise CacheError(
+                f"{self.policy.name} evicts where the model is unsure, and nobody said how unsure it was: "
+                "write with kvkeep.generate or kvkeep eval, call cache.note_entropy before each token, or "
+                "use another trigger."
+            )
+        return rows.entropy
 
     def _evict(self, layers: Sequence[RetentionLayer], rows: list[int]) -> bool:
         if not rows:

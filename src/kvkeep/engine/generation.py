@@ -16,6 +16,7 @@ from kvkeep.engine.fitting import StoreKind
 from kvkeep.engine.repetition import Repetition, RepetitionWarper
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.spec import model_spec
+from kvkeep.engine.surprise import EntropyNote
 
 _NEW, _OLD = "cache", "past_key_values"
 
@@ -98,11 +99,10 @@ def generate(
     check_prompt_lengths(lengths, model_spec(model.config).max_positions)
     if options.get("prefill_chunk_size") is not None:
         options["prefill_chunk_size"] = chunk_without_rest(columns, options["prefill_chunk_size"])
+    processors = list(options.pop("logits_processor", None) or [])
     if repetition is not None:
         usual = float(options.get("temperature") or 1.0) if options.get("do_sample") else 0.0
-        own = options.get("logits_processor") or []
-        warper = RepetitionWarper(repetition, usual, columns)
-        options["logits_processor"] = LogitsProcessorList([*own, warper])
+        processors.append(RepetitionWarper(repetition, usual, columns))
     copies = max(options.get("num_beams") or 1, options.get("num_return_sequences") or 1)
     cache = RetentionCache(
         model,
@@ -115,6 +115,10 @@ def generate(
         rows=rows * copies,
         store=store,
     )
+    if cache.wants_entropy:
+        processors.insert(0, EntropyNote(cache))
+    if processors:
+        options["logits_processor"] = LogitsProcessorList(processors)
     output = model.generate(
         **inputs, max_new_tokens=max_new_tokens, **{cache_argument(model): cache}, **options
     )

@@ -134,7 +134,7 @@ class RetentionCache(Cache):
             context=context,
             rows=rows,
             bytes_per_entry=self.spec.bytes_per_entry(model.dtype.itemsize),
-            buffer=policy.buffer,
+            buffer=policy.traits.trigger.room(policy.buffer),
             least=1 if policy.amount.kv_bytes is None else policy.smallest_budget(_NO_BUDGET_NEEDS),
             spare=spare_entries(page_size, heads) if self.store_kind == "paged" else 0,
         )
@@ -234,6 +234,7 @@ class RetentionCache(Cache):
             if self._row_counter is not None:
                 self._row_counter.after_step(decode=decode, read=read)
             self.rows.columns += step.query_len
+            self.rows.entropy = []
             self._step = None
 
     # -- the user's side ------------------------------------------------------------------------
@@ -257,6 +258,33 @@ class RetentionCache(Cache):
         """Rounds of eviction of each sequence of the batch so far."""
         rounds = np.min([layer.evictions for layer in self.managed_layers], axis=0)
         return [int(count) for count in rounds]
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether :meth:`note_entropy` must be called before each token."""
+        return self.traits.trigger.needs_entropy
+
+    def note_entropy(self, nats: Tensor | Sequence[float]) -> None:
+        """Say how unsure the model is of the next token of each row, before that token is stored.
+
+        Parameters
+        ----------
+        nats
+            Entropy of each row's next-token distribution, ``[batch]``
+            (:func:`kvkeep.engine.surprise.entropy_of`). It holds for one forward.
+
+        Raises
+        ------
+        CacheError
+            If there are more or fewer numbers than rows, or one is no entropy.
+        """
+        given = [float(each) for each in (nats.tolist() if isinstance(nats, Tensor) else nats)]
+        rows = len(self.rows.seq_lens)
+        if len(given) != rows:
+            raise CacheError(f"{len(given)} entropies were noted for a cache of {rows} sequences.")
+        if not all(each >= -1e-4 for each in given):  # rounding; NaN is refused
+            raise CacheError(f"entropies {given} are not all numbers of at least 0 nats.")
+        self.rows.entropy = given
 
     def kept_positions(self, layer: int) -> list[list[Tensor]]:
         """Positions held now by a layer: one ascending int64 tensor per sequence and KV head.

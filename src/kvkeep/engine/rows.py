@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.core.errors import CacheError, ConfigError
 
-_PER_ROW = ("seq_lens", "prompt_lens", "sequence_ids", "evicted_at")
+_PER_ROW = ("seq_lens", "prompt_lens", "sequence_ids", "evicted_at", "entropy")
 
 
 @dataclass
@@ -24,6 +24,8 @@ class Rows:
         Names of the rows for the random source.
     evicted_at
         Tokens seen at the row's last eviction (0: none yet).
+    entropy
+        Nats of the distribution that each row's next token is drawn from, where somebody said so.
     columns
         Columns seen, padding included: what transformers derives positions from.
     reading_prompt
@@ -36,6 +38,7 @@ class Rows:
     prompt_lens: list[int] = field(default_factory=list)
     sequence_ids: list[int] = field(default_factory=list)
     evicted_at: list[int] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
     columns: int = 0
     reading_prompt: bool = True
     prompt_waits: bool = False
@@ -102,6 +105,7 @@ class Rows:
     def crop(self, removed: int) -> None:
         """Forget the newest ``removed`` tokens of every row."""
         self.seq_lens, self.columns = self.lens_without(removed), self.columns - removed
+        self.entropy = []
         if self.reading_prompt:
             self.prompt_lens = list(self.seq_lens)
 

@@ -20,6 +20,7 @@ from transformers import Cache, PreTrainedModel
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.row_trace import RowTrace
+from kvkeep.engine.surprise import entropy_of
 from kvkeep.evaluation.refeeding import Refeeder, Refeeding
 from kvkeep.evaluation.sampling import Sampler
 
@@ -134,6 +135,8 @@ def decode(
                 write_seconds=spent,
                 refed=again.read[row],
             )
+        if cache.wants_entropy:
+            cache.note_entropy(entropy_of(logits))
         clock.lap()  # what the consumer did with the texts is not ours
         live = [place for place in range(len(rows)) if place not in ended]
         if not live:

@@ -86,7 +86,7 @@ def _steps_to_first_eviction(policy: Policy, prompt: int, start: int, limit: int
         return None
     if rule == "periodic":
         return limit + buffer * (max(0, start - limit) // buffer + 1) - start
-    if rule == "slack":
+    if rule in ("slack", "surprise"):  # when surprises come is not known: a buffer apart is a guess
         return max(1, limit + buffer - start)
     above = max(1, limit + 1 - start)
     return above + -(prompt + above) % buffer

@@ -23,6 +23,7 @@ from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.retention_cache import RetentionCache
+from kvkeep.engine.surprise import entropy_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +202,8 @@ def read_windows(
             position_ids=torch.arange(start, stop, device=windows.device)[None].expand(rows, -1),
             **{cache_argument(model): cache},
         ).logits
+        if cache.wants_entropy:
+            cache.note_entropy(entropy_of(logits[:, -1]))
         targets = windows[:, start + 1 : stop + 1]
         predicted = logits[:, : targets.shape[1]].flatten(0, 1)
         predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))

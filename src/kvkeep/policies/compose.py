@@ -9,7 +9,8 @@
     triattention + norm-weighted + shared-layers(every=2)
 
 The first part is a registered policy; each part after it changes one thing: the score, how the entries are
-chosen, which layers share a selection, how the budget is shared out. They may stand in any order.
+chosen, which layers share a selection, how the budget is shared out, when evictions happen. Parts may stand
+in any order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvkeep.core.errors import ConfigError, UnknownNameError
 from kvkeep.core.policy import Policy
 from kvkeep.core.registry import available_policies
 from kvkeep.policies.allocated import SHARES, Allocated
+from kvkeep.policies.cadence import CADENCES, Surprise
 from kvkeep.policies.composed import CHOICES, Composed
 from kvkeep.policies.rescored import SCORES, NormWeighted, Recency
 from kvkeep.policies.shared_layers import ROUTES, SharedLayers
@@ -33,6 +35,7 @@ PART_GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "How entries are chosen": CHOICES,
     "Which layers share a selection": ROUTES,
     "How the budget is shared out": SHARES,
+    "When evictions happen": CADENCES,
 }
 PARTS: dict[str, tuple[str, ...]] = {
     part: options for group in PART_GROUPS.values() for part, options in group.items()
@@ -43,6 +46,7 @@ _SIMPLE: dict[str, _Wrap] = {
     "norm-weighted": NormWeighted,
     "recency": Recency,
     "shared-layers": SharedLayers,
+    "surprise": Surprise,
 }
 
 
@@ -101,7 +105,7 @@ def policy(text: str, /, **options: Any) -> Policy:
     made = _wrap(made, ROUTES, simple)
     for share, settings in shares:
         made = Allocated(base=made, share=share, **settings)  # type: ignore[arg-type]  # checked above
-    return made
+    return _wrap(made, CADENCES, simple)
 
 
 def _wrap(made: Policy, parts: dict[str, tuple[str, ...]], given: dict[str, dict[str, Any]]) -> Policy:

@@ -19,6 +19,7 @@ from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.sparse_layer import SparseLayer
 from kvkeep.engine.step import Step
+from kvkeep.engine.surprise import entropy_of
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ def feed(
     """
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     start = cache.get_seq_length()
-    logits = []
+    logits: list[Tensor] = []
     for length in lengths:
         end = start + length
+        if logits and isinstance(cache, RetentionCache) and cache.wants_entropy:
+            cache.note_entropy(entropy_of(logits[-1][:, -1]))
         with torch.no_grad():
             output = model(
                 input_ids=ids[:, start:end],
