@@ -21,7 +21,7 @@ def test_correlations_are_those_of_scipy() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(0, 20, (3, 40), generator=generator).float()
     y = x + torch.randint(0, 30, (3, 40), generator=generator)
-    found = link(x, y, y)
+    found = link(x, x, y, y)
     flat = (x.flatten().numpy(), y.flatten().numpy())
     assert found.pearson == pytest.approx(stats.pearsonr(*flat).statistic)
     assert found.spearman == pytest.approx(stats.spearmanr(*flat).statistic)
@@ -33,9 +33,9 @@ def test_correlations_are_those_of_scipy() -> None:
 def test_a_square_law_is_found() -> None:
     """Slope 2, rank correlation 1, and the shares that squares have."""
     ranges = torch.linspace(0.1, 10, 100)
-    found = link(ranges, 3 * ranges.square(), ranges.square())
+    found = link(ranges, ranges.flip(0), 3 * ranges.square(), ranges.square())
     assert found.slope == pytest.approx(2)
-    assert found.spearman == pytest.approx(1)
+    assert (found.spearman, found.spearman_norm) == (pytest.approx(1), pytest.approx(-1))
     assert found.over_law == pytest.approx(3)
     squares = np.sort(ranges.double().numpy() ** 2)
     for top, count in ((0.01, 1), (0.05, 5), (0.1, 10)):
@@ -46,12 +46,12 @@ def test_a_square_law_is_found() -> None:
 def test_what_does_not_vary_correlates_with_nothing() -> None:
     """A layer whose values are all alike must not end in a NaN."""
     same = torch.ones(5)
-    found = link(same, torch.zeros(5), torch.zeros(5))
+    found = link(same, same, torch.zeros(5), torch.zeros(5))
     assert (found.pearson, found.spearman, found.slope, found.over_law) == (0, 0, 0, 0)
     assert pearson(same, torch.arange(5.0)) == slope(same, torch.arange(5.0)) == 0
     assert share_of_top(same, same * 0, 0.5) == 0
     with pytest.raises(ConfigError, match="longer text"):
-        link(same[:2], same[:2], same[:2])
+        link(same[:2], same[:2], same[:2], same[:2])
 
 
 def test_spreads_are_those_of_numpy() -> None:

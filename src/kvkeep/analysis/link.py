@@ -21,6 +21,8 @@ class Link:
     ----------
     pearson, spearman
         Of range and error.
+    spearman_norm
+        Of L2 norm and error: what range is to be held against.
     slope
         Of log error on log range, least squares: 2 where the quadratic law holds.
     shares
@@ -35,6 +37,7 @@ class Link:
 
     pearson: float
     spearman: float
+    spearman_norm: float
     slope: float
     shares: Mapping[str, float]
     square_shares: Mapping[str, float]
@@ -42,12 +45,14 @@ class Link:
     entries: int
 
 
-def link(ranges: Tensor, errors: Tensor, expected: Tensor, tops: Sequence[float] = TOPS) -> Link:
+def link(
+    ranges: Tensor, norms: Tensor, errors: Tensor, expected: Tensor, tops: Sequence[float] = TOPS
+) -> Link:
     """Hold errors against ranges.
 
     Parameters
     ----------
-    ranges, errors, expected
+    ranges, norms, errors, expected
         Same shape, not negative; all their entries are one set. ``expected`` is what
         :func:`kvkeep.analysis.round_trip.law` says.
 
@@ -56,13 +61,14 @@ def link(ranges: Tensor, errors: Tensor, expected: Tensor, tops: Sequence[float]
     ConfigError
         If there are fewer than three entries.
     """
-    x, y, law = (each.flatten().double() for each in (ranges, errors, expected))
+    x, size, y, law = (each.flatten().double() for each in (ranges, norms, errors, expected))
     if len(x) < 3:
         raise ConfigError(f"{len(x)} entries show no correlation: give a longer text.")
     seen = (x > 0) & (y > 0)
     return Link(
         pearson=pearson(x, y),
         spearman=pearson(ranks(x), ranks(y)),
+        spearman_norm=pearson(ranks(size), ranks(y)),
         slope=slope(x[seen].log(), y[seen].log()),
         shares={f"{top:g}": share_of_top(x, y, top) for top in tops},
         square_shares={f"{top:g}": share_of_top(x, x.square(), top) for top in tops},

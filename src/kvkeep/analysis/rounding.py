@@ -32,18 +32,19 @@ def quantization_findings(
         Channels of a value.
     """
     ranges = _body([portion.magnitudes["range"] for portion in portions])
-    squares = _body([portion.magnitudes["l2"] for portion in portions]).double().square() / value_dim
+    norms = _body([portion.magnitudes["l2"] for portion in portions])
+    energy = float(norms.double().square().sum()) / value_dim
     found = {}
     for each in schemes:
         errors = _body([portion.errors[each.name] for portion in portions])
         expected = _body([portion.expected[each.name] for portion in portions])
-        layers = [link(ranges[place], errors[place], expected[place]) for place in range(len(ranges))]
+        layers = [link(*one) for one in zip(ranges, norms, errors, expected, strict=True)]
         found[each.name] = {
             "bits": each.bits,
             "group": each.group,
             "bits_per_channel": each.bits_per_channel,
             # Share of the values' own energy: what the error is to be held against.
-            "noise": round_to(float(errors.double().sum() / squares.sum())),
+            "noise": round_to(float(errors.double().sum()) / energy if energy else 0.0),
             "mean": mean_link(layers),
             "layers": [
                 {"layer": index, **_facts(one)} for index, one in zip(portions[0].layers, layers, strict=True)
@@ -81,7 +82,7 @@ def mean_link(layers: Sequence[Link]) -> dict[str, Any]:
         found = torch.tensor(numbers, dtype=torch.float64)
         return {"value": round_to(float(found.mean())), "interval": mean_interval(found)}
 
-    names = ("pearson", "spearman", "slope", "over_law")
+    names = ("pearson", "spearman", "spearman_norm", "slope", "over_law")
     tops = [f"{top:g}" for top in TOPS]
     return {
         **{name: mean([getattr(one, name) for one in layers]) for name in names},

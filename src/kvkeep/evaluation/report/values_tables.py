@@ -83,20 +83,31 @@ def link_table(facts: Facts) -> Table:
                 name,
                 f"{found['bits_per_channel']:g}",
                 f"{100 * found['noise']:.3g}",
-                *(valued(mean[each]) for each in ("pearson", "spearman", "slope")),
+                *(valued(mean[each]) for each in ("pearson", "spearman", "spearman_norm", "slope")),
                 f"{mean['over_law']['value']:.2f}",
                 *carried,
             )
         )
     tops = [f"top {100 * float(top):g} %" for top in next(iter(facts["schemes"].values()))["mean"]["shares"]]
     return Table(
-        columns=("scheme", "bits", "noise, %", "Pearson", "Spearman", "slope", "over law", *tops),
+        columns=(
+            "scheme",
+            "bits",
+            "noise, %",
+            "Pearson",
+            "Spearman",
+            "of the norm",
+            "slope",
+            "over law",
+            *tops,
+        ),
         rows=tuple(rows),
         note="Range of a value against the mean square error of its round trip, all heads and tokens of a "
-        "layer together; intervals by resampling layers. bits: of a channel, scale and zero included. noise: "
-        "error over the values' mean square. slope: of log error on log range; 2 is the quadratic law. over "
-        "law: error over R^2 / (12 (2^b - 1)^2) of the groups. top: share of the whole error carried by the "
-        "largest ranges; in brackets what their squares have.",
+        "layer together; intervals by resampling layers. of the norm: Spearman of L2 norm and error. "
+        "bits: of a channel, scale and zero included. noise: error over the values' mean square. "
+        "slope: of log error on log range; 2 is the quadratic law. over law: error over R^2 / (12 "
+        "(2^b - 1)^2) of the groups. top: share of the whole error carried by the largest ranges; in "
+        "brackets what their squares have.",
     )
 
 

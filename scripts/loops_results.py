@@ -1,0 +1,144 @@
+"""Loops under five policies on SmolLM2-135M-Instruct, and what went before them: docs/results/loops.md.
+
+    python scripts/loops_results.py run --runs runs/loops --data DATA     # resumable
+    python scripts/loops_results.py page --runs runs/loops
+
+DATA is the folder that holds gsm8k/test.jsonl. Texts are written by `kvkeep eval --log-evictions`, greedily,
+and read by `kvkeep analyze loops`.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from page_figures import standalone
+
+from kvkeep.cli.app import app
+from kvkeep.core.files import atomic_path
+from kvkeep.evaluation.report import loops_tables as tables
+from kvkeep.evaluation.report.loops_page import loops_figures
+from kvkeep.evaluation.runlog import read_log, read_run
+
+BUDGET, BUFFER = 128, 16
+PROBLEMS, TOKENS = 24, 300
+#: Name of an arm -> its policy.
+ARMS = {
+    "full": "full",
+    "random": "random",
+    "evict-large": "vase-attnv(select_by=smallest, reserve=0)",
+    "snapkv": "snapkv",
+    "vase-attnv": "vase-attnv",
+}
+BESIDE = "random"
+FIGURES = {"loops-begun": "by token", "loops-before": "Place of the value ranges"}
+
+
+def kvkeep(*words: str) -> str:
+    """Run a command of kvkeep in this process; what it printed."""
+    printed, before = io.StringIO(), sys.argv
+    sys.argv = ["kvkeep", *words]
+    try:
+        with contextlib.redirect_stdout(printed):
+            app(list(words), standalone_mode=False)
+    finally:
+        sys.argv = before
+    return printed.getvalue()
+
+
+def run(runs: Path, data: Path, arms: list[str]) -> None:
+    """Every arm to its end."""
+    for arm in arms:
+        out, begin = runs / arm, time.monotonic()
+        known = (out / "run.jsonl").exists()
+        if known and read_log(out).footer is not None:
+            continue
+        words = ["eval", "--task", "gsm8k", "--data", str(data), "--model", "demo", "--policy", ARMS[arm]]
+        words += (
+            []
+            if arm == "full"
+            else ["--budget", str(BUDGET), "--buffer", str(BUFFER), "--prompt-mode", "counts"]
+        )
+        words += ["--preset", "greedy", "--max-new-tokens", str(TOKENS), "--limit", str(PROBLEMS)]
+        words += ["--batch-size", "12", "--threads", "1", "--log-evictions", "--out", str(out)]
+        kvkeep(*words, *(["--resume"] if known else []))
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} {arm}: {time.monotonic() - begin:.0f} s\n")
+
+
+def findings(runs: Path, before: int) -> dict[str, Any]:
+    """What `kvkeep analyze loops` says of the arms that are there."""
+    there = [str(runs / arm) for arm in ARMS if (runs / arm / "run.jsonl").exists()]
+    flags = ("--beside", BESIDE, "--before", str(before), "--json")
+    return dict(json.loads(kvkeep("analyze", "loops", *there, *flags)))
+
+
+def page(runs: Path, out: Path) -> None:
+    """Tables and figures into the text of scripts/loops_page.md."""
+    facts = findings(runs, 2)
+    parts = {
+        "classes": tables.class_table(facts).markdown(),
+        "before": tables.before_table(facts).markdown(),
+        "loops": tables.loop_table(facts).markdown(),
+        "examples": examples(runs, facts),
+    }
+    text = Path(__file__).with_name("loops_page.md").read_text(encoding="utf-8")
+    for name, part in parts.items():
+        text = text.replace(f"<!-- {name} -->", part)
+    write(out, text)
+    drawn = loops_figures(facts)
+    for file, words in FIGURES.items():
+        for heading, (drawing, _) in drawn.items():
+            if words in heading:
+                write(out.parent.parent / "figures" / f"{file}.svg", standalone(drawing, heading, list(ARMS)))
+    lines = []
+    for arm in facts["arms"]:
+        header = read_run(runs / arm).header.as_dict()
+        header["command"] = [Path(word).name if "/" in word else word for word in header["command"]]
+        request = header["extra"].get("request", {})
+        for name in ("data", "model"):
+            request[name] = Path(str(request.get(name))).name
+        lines.append(json.dumps(header, sort_keys=True))
+    write(out.with_name("loops-headers.jsonl"), "\n".join(lines) + "\n")
+
+
+def examples(runs: Path, facts: dict[str, Any]) -> str:
+    """The end of the first loop of each arm, in its own words."""
+    lines = []
+    for arm in facts["arms"]:
+        first = next((one for one in facts["loops"] if one["arm"] == arm), None)
+        if first is not None:
+            texts = {(one.id, one.draw): one.extra["text"] for one in read_run(runs / arm).samples}
+            end = " ".join(texts[first["id"], first["draw"]][-160:].split()).replace("`", "'")
+            lines.append(f"- `{arm}`: `… {end}`")
+    return "\n".join(lines)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, whole or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/loops"))
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--arm", action="append", choices=list(ARMS), help="only this one; repeatable")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/loops.md"))
+    given = parser.parse_args()
+    if given.what == "run":
+        run(given.runs, given.data, given.arm or list(ARMS))
+    else:
+        page(given.runs, given.out)
+
+
+if __name__ == "__main__":
+    main()
