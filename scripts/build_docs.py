@@ -20,6 +20,7 @@ from kvkeep.cli.app import app
 from kvkeep.core.policy import Policy
 from kvkeep.policies.allocated import SHARES
 from kvkeep.policies.cadence import Surprise
+from kvkeep.policies.merged import CaM, Merge
 from kvkeep.policies.rescored import NormWeighted, Recency
 from kvkeep.policies.shared_layers import SharedLayers
 
@@ -69,6 +70,8 @@ def policy_page() -> str:
         "## Parts: how the budget is shared out: " + ", ".join(f"`+ {name}`" for name in SHARES): (
             kvkeep.Allocated
         ),
+        "## Part: what becomes of evicted values: `+ merge`": Merge,
+        "## Part: what becomes of evicted values: `+ cam`": CaM,
         "## Part: when evictions happen: `+ surprise`": Surprise,
     }
     for heading, policy in named.items():

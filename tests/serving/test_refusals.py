@@ -86,6 +86,8 @@ def test_versions() -> None:
         ({"policy": "snapkv + whole-model"}, "every layer decides alone"),
         ({"policy": "snapkv + shared-layers"}, "every layer decides alone"),
         ({"policy": "snapkv + surprise"}, "use another trigger"),
+        ({"policy": "snapkv + merge"}, "evictions here only move entries"),
+        ({"policy": "snapkv + cam"}, "evictions here only move entries"),
         ({"policy": "triattention", "options": {"mode": "per-layer-per-head"}}, "run `kvkeep calibrate`"),
         ({"policy": "triattention", "options": {"mode": "per-layer-per-head"}}, '"prompt": "kept"'),
     ],

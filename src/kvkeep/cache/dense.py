@@ -207,6 +207,18 @@ class DenseStore:
             lens[row] = length
         self.lens = lens
 
+    def set_values(self, rows: Sequence[int], values: Tensor) -> None:
+        """Replace the values of all entries of some rows.
+
+        Parameters
+        ----------
+        values
+            ``[rows, kv_heads, entries, value_dim]``; what lies behind a row's length is ignored.
+        """
+        for source, row in enumerate(rows):
+            held = self.lens[row]
+            self.values[row, :, :held].copy_(values[source, :, :held])
+
     def _flat(self, rows: Sequence[int], indices: Tensor) -> Tensor:
         heads = self.keys.shape[1]
         row_index = torch.tensor(list(rows), device=indices.device)

@@ -168,6 +168,18 @@ class PagedStore:
         held[index] = lengths
         self._set_held(held)
 
+    def set_values(self, rows: Sequence[int], values: Tensor) -> None:
+        """Replace the values of all entries of some rows.
+
+        Parameters
+        ----------
+        values
+            ``[rows, kv_heads, entries, value_dim]``; what lies behind a head's length is ignored.
+        """
+        where, slots = self._padded(values.shape[2], rows)
+        stored = torch.from_numpy(where).to(self.device)
+        self.pool.slots()["values"].index_copy_(0, self._index(slots[where]), values[stored])
+
     def forget_newest(self, removed: int) -> None:
         """Forget the newest ``removed`` entries of every head."""
         self._set_held(self.held - removed)

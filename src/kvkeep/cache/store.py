@@ -69,6 +69,9 @@ class Store(Protocol):
     def set_newest(self, name: str, values: Tensor) -> None:
         """Set a number kept per entry, ``[batch, kv_heads, newest]``, for the newest of every head."""
 
+    def set_values(self, rows: Sequence[int], values: Tensor) -> None:
+        """Replace the values of all entries of some rows: ``[rows, kv_heads, entries, value_dim]``."""
+
     def forget_newest(self, removed: int) -> None:
         """Forget the newest ``removed`` entries of every head."""
 

@@ -58,6 +58,13 @@ class KeepDecision:
         indices.scatter_(-1, target, source)
         return cls(indices[..., :-1], keep.sum(-1))
 
+    def mask(self, entries: int) -> Tensor:
+        """bool ``[batch, kv_heads, entries]``: which of so many entries stay."""
+        listed = torch.arange(self.max_kept, device=self.indices.device) < self.lengths[..., None]
+        kept = torch.zeros(*self.indices.shape[:2], entries, dtype=torch.int64, device=self.indices.device)
+        # Beyond its length a head's indices are arbitrary: they add nothing.
+        return kept.scatter_add_(-1, self.indices, listed.to(torch.int64)) > 0
+
     @property
     def max_kept(self) -> int:
         """Width of :attr:`indices`."""

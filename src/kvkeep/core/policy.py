@@ -216,6 +216,24 @@ class Policy(ABC):
         """
         return list(counts)
 
+    def merge(self, view: LayerView, decision: KeepDecision) -> Tensor | None:
+        """Values of the kept entries after an eviction, if it changes them; called before it is carried out.
+
+        A policy that writes this declares ``merges``.
+
+        Parameters
+        ----------
+        view, decision
+            What it saw of one layer, and what it decided.
+
+        Returns
+        -------
+        Tensor or None
+            ``[batch, kv_heads, max_kept, value_dim]``, of the type of the values; ``None``: they stay as
+            they are.
+        """
+        return None
+
     def decide(self, views: Sequence[LayerView], counts: Sequence[KeepCounts]) -> list[KeepDecision]:
         """Score, check the scores, decide by them.
 

@@ -134,6 +134,8 @@ class Traits:
         The rotary frequencies of the model are needed.
     random
         The policy draws random numbers.
+    merges
+        Evictions change values of what is kept (:meth:`~kvkeep.core.policy.Policy.merge`).
     exact_budget
         After an eviction every head holds exactly the count it was given.
     ragged
@@ -156,6 +158,7 @@ class Traits:
     calibration: bool = False
     rope: bool = False
     random: bool = False
+    merges: bool = False
     exact_budget: bool = True
     ragged: bool = False
     shared: bool = False

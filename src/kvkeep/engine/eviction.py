@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvkeep.core.decision import KeepDecision
@@ -33,11 +32,7 @@ class Eviction:
     @property
     def kept(self) -> Tensor:
         """bool ``[rows, kv_heads, entries]``: entries of the view that stay."""
-        indices, lengths = self.decision.indices, self.decision.lengths
-        listed = torch.arange(indices.shape[-1], device=indices.device) < lengths[..., None]
-        kept = torch.zeros(self.view.positions.shape, dtype=torch.int64, device=indices.device)
-        # Beyond its length a row's indices are arbitrary: they add nothing.
-        return kept.scatter_add_(-1, indices, listed.to(torch.int64)) > 0
+        return self.decision.mask(self.view.shape[2])
 
     @property
     def evicted(self) -> Tensor:

@@ -160,7 +160,8 @@ class Evictor:
             if self.observer is not None:
                 names = tuple(self.rows.sequence_ids[row] for row in rows)
                 self.observer(Eviction(view=views[place], decision=decision, sequence_ids=names))
-            layer.compact(rows, decision, lens)
+            values = self.policy.merge(views[place], decision) if self.traits.merges else None
+            layer.compact(rows, decision, lens, values)
             self.counter.evicted(layer.place, len(rows))
         for row in rows:
             self.rows.evicted_at[row] = self.rows.seq_lens[row]

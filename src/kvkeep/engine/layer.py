@@ -241,15 +241,25 @@ class RetentionLayer(CacheLayerMixin):
         self.settle()
         return layer_view(self, rows)
 
-    def compact(self, rows: Sequence[int], decision: KeepDecision, kept: Sequence[int]) -> None:
+    def compact(
+        self,
+        rows: Sequence[int],
+        decision: KeepDecision,
+        kept: Sequence[int],
+        values: Tensor | None = None,
+    ) -> None:
         """Carry a decision out and give memory above the budget back.
 
         Parameters
         ----------
         kept
             Entries per head of each row, where all heads keep equally many.
+        values
+            New values of what is kept, ``[rows, kv_heads, max_kept, value_dim]``; ``None``: as they are.
         """
         self._compact(rows, decision, kept)
+        if values is not None:
+            self.stored.set_values(rows, values)
         for row in rows:
             self.evictions[row] += 1
 

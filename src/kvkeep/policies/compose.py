@@ -9,8 +9,8 @@
     triattention + norm-weighted + shared-layers(every=2)
 
 The first part is a registered policy; each part after it changes one thing: the score, how the entries are
-chosen, which layers share a selection, how the budget is shared out, when evictions happen. Parts may stand
-in any order.
+chosen, which layers share a selection, how the budget is shared out, when evictions happen, what becomes of
+evicted values. Parts may stand in any order.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvkeep.core.registry import available_policies
 from kvkeep.policies.allocated import SHARES, Allocated
 from kvkeep.policies.cadence import CADENCES, Surprise
 from kvkeep.policies.composed import CHOICES, Composed
+from kvkeep.policies.merged import STATES, CaM, Merge
 from kvkeep.policies.rescored import SCORES, NormWeighted, Recency
 from kvkeep.policies.shared_layers import ROUTES, SharedLayers
 from kvkeep.policies.text import read_parts
@@ -35,6 +36,7 @@ PART_GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "How entries are chosen": CHOICES,
     "Which layers share a selection": ROUTES,
     "How the budget is shared out": SHARES,
+    "What becomes of evicted values": STATES,
     "When evictions happen": CADENCES,
 }
 PARTS: dict[str, tuple[str, ...]] = {
@@ -46,6 +48,8 @@ _SIMPLE: dict[str, _Wrap] = {
     "norm-weighted": NormWeighted,
     "recency": Recency,
     "shared-layers": SharedLayers,
+    "merge": Merge,
+    "cam": CaM,
     "surprise": Surprise,
 }
 
@@ -99,13 +103,15 @@ def policy(text: str, /, **options: Any) -> Policy:
         raise ConfigError(
             f"{text!r} shares the budget out twice, by {shares[0][0]} and {shares[1][0]}: leave one out."
         )
+    if len(simple.keys() & STATES.keys()) > 1:
+        raise ConfigError(f"{text!r} merges evicted values twice, by {' and '.join(STATES)}: leave one out.")
     # Whatever the order of the text: the score first, then what is chosen by it, then who gets how much.
     made = _wrap(made, SCORES, simple)
     made = Composed(base=made, **chosen) if chosen else made
     made = _wrap(made, ROUTES, simple)
     for share, settings in shares:
         made = Allocated(base=made, share=share, **settings)  # type: ignore[arg-type]  # checked above
-    return _wrap(made, CADENCES, simple)
+    return _wrap(_wrap(made, STATES, simple), CADENCES, simple)
 
 
 def _wrap(made: Policy, parts: dict[str, tuple[str, ...]], given: dict[str, dict[str, Any]]) -> Policy:

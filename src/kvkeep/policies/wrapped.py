@@ -108,6 +108,10 @@ class Wrapped(Policy):
         """The base's choice."""
         return self.base.select(view, scores, counts)
 
+    def merge(self, view: LayerView, decision: KeepDecision) -> Tensor | None:
+        """The base's values."""
+        return self.base.merge(view, decision)
+
     def decide_by(
         self, views: Sequence[LayerView], scores: Sequence[Tensor], counts: Sequence[KeepCounts]
     ) -> list[KeepDecision]:

@@ -81,6 +81,11 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
         )
     if traits.trigger.decode == "never":
         reasons.append("a policy with trigger='never' does not bound the cache: leave trigger out")
+    if traits.merges:
+        reasons.append(
+            f"{policy.name} changes values of what is kept, and evictions here only move entries: leave its "
+            "merging out"
+        )
     if traits.trigger.needs_entropy:
         reasons.append(
             f"{policy.name} evicts where the model is unsure, and slots here follow from lengths alone: use "

@@ -2,8 +2,9 @@
 
 One run goes through the :class:`~kvkeep.RetentionCache` and writes down which positions each attention
 could see, per layer, row and KV head. A second run, over a plain cache that keeps everything, hides all
-other positions in a naive float64 softmax. If storage, compaction, masks and positions are right, the
-logits agree. Nothing of kvkeep's attention, storage or masks takes part in the second run.
+other positions in a naive float64 softmax. Where evictions changed values (merging), the second run sees the
+changed ones at their positions. If storage, compaction, masks and positions are right, the logits agree.
+Nothing of kvkeep's attention, storage or masks takes part in the second run.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvkeep.core.policy import Policy
 from kvkeep.engine.attention import attention_name, restore, set_attention
 from kvkeep.testing.models import left_padded, tokens
-from kvkeep.testing.watching import WatchedCache, feed, pieces
+from kvkeep.testing.watching import Replaced, WatchedCache, feed, pieces
 
 _NAME = "kvkeep_oracle"
 
 # Visibility of the forward in progress: layer -> bool [batch, heads or kv_heads, queries, columns].
 _visible: ContextVar[dict[int, Tensor]] = ContextVar("visible")
+
+# Changed values of the forward in progress: layer -> which [batch, kv_heads, columns], and their values.
+_changed: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("changed")
 
 
 def _attention(
@@ -43,6 +47,9 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     group = query.shape[1] // key.shape[1]
+    if module.layer_idx in _changed.get():
+        which, values = (each[:, :, : value.shape[2]] for each in _changed.get()[module.layer_idx])
+        value = torch.where(which[..., None], values.to(value.dtype), value)
     q, k, v = query.double(), *(each.double().repeat_interleave(group, 1) for each in (key, value))
     logits = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
     visible = _visible.get().get(module.layer_idx)
@@ -89,12 +96,28 @@ def _visibility(seen: list[list[Tensor]], mask: Tensor, start: int, end: int) ->
     return (visible & causal) | padding  # a padding column sees itself; nobody reads its output
 
 
+def _change(
+    changed: dict[int, tuple[Tensor, Tensor]], new: Replaced, model: PreTrainedModel, mask: Tensor
+) -> None:
+    """Write values where their positions stand among all columns."""
+    if new.layer not in changed:
+        config = model.config.get_text_config(decoder=True)
+        shape = (len(mask), config.num_key_value_heads, mask.shape[1])
+        empty = torch.zeros(*shape, new.values.shape[-1], dtype=new.values.dtype)
+        changed[new.layer] = (torch.zeros(shape, dtype=torch.bool), empty)
+    which, values = changed[new.layer]
+    columns = mask[new.row].nonzero()[:, 0][new.positions]
+    which[new.row, new.head, columns] = True
+    values[new.row, new.head, columns] = new.values
+
+
 def replay(
     model: PreTrainedModel,
     seen: Sequence[dict[int, list[list[Tensor]]]],
     ids: Tensor,
     mask: Tensor,
     lengths: Sequence[int],
+    replaced: Sequence[Replaced] = (),
 ) -> list[Tensor]:
     """Run a model over the tokens of an earlier run, seeing only what that run could see.
 
@@ -104,12 +127,19 @@ def replay(
         What :class:`WatchedCache` wrote down, one element per forward.
     ids, mask, lengths
         As for :func:`feed`.
+    replaced
+        Values that evictions changed, as :class:`WatchedCache` wrote them down.
     """
+    changed: dict[int, tuple[Tensor, Tensor]] = {}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     start, logits = 0, []
     with _oracle_attention(model):
-        for length, layers in zip(lengths, seen, strict=True):
+        for forward, (length, layers) in enumerate(zip(lengths, seen, strict=True)):
             end = start + length
+            for each in replaced:
+                if each.since == forward:
+                    _change(changed, each, model, mask)
+            values = _changed.set(changed)
             token = _visible.set(
                 {layer: _visibility(positions, mask, start, end) for layer, positions in layers.items()}
             )
@@ -117,6 +147,7 @@ def replay(
                 logits += feed(model, cache, ids, mask, [length])
             finally:
                 _visible.reset(token)
+                _changed.reset(values)
             start = end
     return logits
 
@@ -170,7 +201,7 @@ def oracle_gap(
     ours = feed(model, cache, ids, mask, lengths)
     cache.check_integrity()
     restore(model)
-    theirs = replay(model, cache.seen, ids, mask, lengths)
+    theirs = replay(model, cache.seen, ids, mask, lengths, cache.replaced)
     real = mask.bool()
     gap = (torch.cat(ours, 1) - torch.cat(theirs, 1))[real].abs().max()
     return Gap(float(gap), cache.trace.evictions)

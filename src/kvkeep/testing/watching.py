@@ -42,11 +42,33 @@ def copy_view(view: LayerView) -> LayerView:
     return LayerView(**fields)
 
 
-class _Noting:
-    """Stands in for a policy and notes its decisions."""
+@dataclass(frozen=True)
+class Replaced:
+    """Values that an eviction changed.
 
-    def __init__(self, policy: Policy, notes: list[Eviction]) -> None:
-        self._policy, self._notes = policy, notes
+    Parameters
+    ----------
+    since
+        The first forward that attends to them.
+    layer, row, head
+        Whose.
+    positions, values
+        int64 ``[entries]`` and ``[entries, value_dim]``.
+    """
+
+    since: int
+    layer: int
+    row: int
+    head: int
+    positions: Tensor
+    values: Tensor
+
+
+class _Noting:
+    """Stands in for a policy and notes its decisions, and the values that it changes."""
+
+    def __init__(self, policy: Policy, cache: WatchedCache) -> None:
+        self._policy, self._cache, self._notes = policy, cache, cache.noted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
@@ -57,19 +79,41 @@ class _Noting:
         self._notes.append(Eviction(shown, list(counts), decisions))
         return decisions
 
+    def merge(self, view: LayerView, decision: KeepDecision) -> Tensor | None:
+        values = self._policy.merge(view, decision)
+        if values is None:
+            return None
+        rows = getattr(view, "rows", None) or range(view.shape[0])
+        positions = view.positions.gather(-1, decision.indices)
+        for source, row in enumerate(rows):
+            for head, length in enumerate(decision.lengths[source].tolist()):
+                self._cache.replaced.append(
+                    Replaced(
+                        len(self._cache.seen),
+                        view.layer,
+                        row,
+                        head,
+                        positions[source, head, :length].clone(),
+                        values[source, head, :length].clone(),
+                    )
+                )
+        return values
+
 
 class WatchedCache(RetentionCache):
     """A cache that writes down what each attention could see, and every eviction.
 
     ``seen[forward][layer][row][head]`` holds positions, those of the forward's own tokens among them;
-    ``head`` is a KV head, or a query head where query heads read different entries.
+    ``head`` is a KV head, or a query head where query heads read different entries. ``replaced`` holds the
+    values that evictions changed, in order.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy, **options: Any) -> None:
         self.seen: list[dict[int, list[list[Tensor]]]] = []
         self.noted: list[Eviction] = []
+        self.replaced: list[Replaced] = []
         super().__init__(model, policy, **options)
-        self.evictor.policy = cast(Policy, _Noting(self.evictor.policy, self.noted))
+        self.evictor.policy = cast(Policy, _Noting(self.evictor.policy, self))
 
     def after_attention(self, layer: RetentionLayer, step: Step) -> None:
         """Look before anything is evicted."""
