@@ -64,6 +64,7 @@ def refusal(result: Result, code: int) -> str:
         (("--budget", 99, "--prefill", "before"), "use one of defer, after, chunk"),
         (("--budget", 99, "--prefill-chunk", 0), "below 1 token"),
         (("--budget", 99, "--max-new-tokens", 0), "out of range: at least 1"),
+        (("--budget", 99, "--repetition-rise", 1), "add --temperature"),
         (("--budget", 99, "--temperature", -1), "0 (no sampling) or more"),
         (("--budget", 99, "--top-p", 2), "above 0, at most 1"),
         (("--budget", 99, "--dtype", "float23"), "did you mean 'float32'?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 
 import kvkeep
 import kvkeep.testing
+from kvkeep.core.decision import KeepDecision
+from kvkeep.core.errors import CacheIntegrityError
+from kvkeep.core.traits import Traits
+from kvkeep.core.view import LayerView
 from kvkeep.testing.models import left_padded, tiny_model, tokens
 from kvkeep.testing.oracle import oracle_gap, replay
 from kvkeep.testing.watching import WatchedCache, feed, pieces
@@ -21,7 +26,11 @@ TEXTS = [
     "snapkv + whole-model + cam",
 ]
 LAWS = (
+    "documented",
     "rebuilt-from-options",
+    "merged-values-fit",
+    "inputs-are-left-alone",
+    "reads-only-what-it-declares",
     "oracle-llama",
     "oracle-qwen3",
     "short-prompts",
@@ -90,6 +99,23 @@ def test_files_hold_merged_values(tmp_path: Path) -> None:
     again = kvkeep.RetentionCache.load(tmp_path / "cache.safetensors", model, policy)
     rest = feed(model, again, ids, mask, [1] * 20)
     assert torch.equal(torch.cat(rest, 1), torch.cat(whole[31:], 1))
+
+
+def test_values_of_the_wrong_kind_are_refused() -> None:
+    """Written to the store they would be cast or broadcast without a word."""
+
+    class Wrong(kvkeep.SnapKV):
+        @property
+        def traits(self) -> Traits:
+            return dataclasses.replace(super().traits, merges=True)
+
+        def merge(self, view: LayerView, decision: KeepDecision) -> torch.Tensor:
+            return view.values[:, :, :1]
+
+    model, ids = tiny_model("llama"), tokens(1, 60)
+    cache = kvkeep.RetentionCache(model, Wrong(budget=24, buffer=8))
+    with pytest.raises(CacheIntegrityError, match="merged the values of layer 0"):
+        feed(model, cache, ids, torch.ones_like(ids), [40, *[1] * 20])
 
 
 def test_merging_changes_the_answer() -> None:

@@ -16,6 +16,7 @@ from kvkeep.cli.loading import Loaded
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.generation import generate
+from kvkeep.engine.repetition import Repetition
 from kvkeep.engine.trace import Trace
 
 
@@ -31,11 +32,14 @@ class Sampling:
         0 takes the likeliest token each time.
     top_p
         Sample among the likeliest tokens that hold so much probability together.
+    repetition_rise
+        Added to the temperature of a text that only repeats itself; 0 is off.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
+    repetition_rise: float = 0.0
 
     def __post_init__(self) -> None:
         for name, wrong, allowed in (
@@ -46,12 +50,24 @@ class Sampling:
             if wrong:
                 value = getattr(self, name.replace("-", "_"))
                 raise ConfigError(f"--{name} {value} is out of range: {allowed}.")
+        if self.repetition_rise and self.temperature == 0:
+            raise ConfigError(
+                "--repetition-rise raises a temperature, and without one the likeliest token is taken: add "
+                "--temperature."
+            )
 
     def options(self) -> dict[str, Any]:
         """For ``model.generate``."""
         if self.temperature == 0:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        heat = Repetition(rise=self.repetition_rise)
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0,
+            "repetition": heat if heat.rise else None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write per prompt.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this share.")] = 1.0,
+    repetition_rise: Annotated[
+        float,
+        typer.Option(help="Temperature added to a text that only repeats itself, by its repeated n-grams."),
+    ] = 0.0,
     store: opt.Store = "auto",
     seed: opt.Seed = 0,
     threads: opt.Threads = None,
@@ -65,7 +69,12 @@ def generate(
 
     from kvkeep.cli import answering, loading, report
 
-    sampling = answering.Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
+    sampling = answering.Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        repetition_rise=repetition_rise,
+    )
     source = loading.resolve(model, report.note)
     with report.waiting(f"loading {model}"):
         loaded = loading.load_model(source, dtype=dtype, attention=attention, device=device, threads=threads)

@@ -6,10 +6,12 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from kvkeep.core.decision import KeepCounts, KeepDecision
 from kvkeep.core.errors import BudgetError, CacheError, CacheIntegrityError
 from kvkeep.core.policy import Policy
+from kvkeep.core.view import LayerView
 from kvkeep.engine.eviction import Eviction, Observer
 from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.rows import Rows
@@ -160,7 +162,7 @@ class Evictor:
             if self.observer is not None:
                 names = tuple(self.rows.sequence_ids[row] for row in rows)
                 self.observer(Eviction(view=views[place], decision=decision, sequence_ids=names))
-            values = self.policy.merge(views[place], decision) if self.traits.merges else None
+            values = self._merged(views[place], decision) if self.traits.merges else None
             layer.compact(rows, decision, lens, values)
             self.counter.evicted(layer.place, len(rows))
         for row in rows:
@@ -168,6 +170,17 @@ class Evictor:
         if self.profile:
             self.seconds += self._clock(layers[0]) - begin
         return True
+
+    def _merged(self, view: LayerView, decision: KeepDecision) -> Tensor | None:
+        values = self.policy.merge(view, decision)
+        wanted = (*decision.indices.shape, view.values.shape[-1])
+        if values is not None and (tuple(values.shape), values.dtype) != (wanted, view.values.dtype):
+            raise CacheIntegrityError(
+                f"{self.policy.name} merged the values of layer {view.layer} into {values.dtype} of shape "
+                f"{tuple(values.shape)}; expected {view.values.dtype}, [rows, kv_heads, kept, value_dim] = "
+                f"{wanted}."
+            )
+        return values
 
     def _check_shape(self, decision: KeepDecision, rows: int, layer: RetentionLayer, kept: int) -> None:
         """What can be told without reading the device; :meth:`KeepDecision.check` tells the rest."""

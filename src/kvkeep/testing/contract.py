@@ -142,6 +142,27 @@ def inputs_are_left_alone(subject: Subject) -> None:
                 require(torch.equal(old, new), f"the policy wrote to view.{name}")
 
 
+def merged_values_fit(subject: Subject) -> None:
+    """New values of kept entries: finite, of the right shape and type, and the old ones are left alone."""
+    if not subject.policy.traits.merges:
+        raise SkipTest(f"{subject.policy.name} does not merge")
+    for dtype in _DTYPES:
+        for eviction in subject.evictions(dtype):
+            for view, decision in zip(eviction.views, eviction.decisions, strict=True):
+                shown = copy_view(view)
+                values = subject.policy.merge(shown, decision)
+                if values is None:
+                    continue
+                wanted = (*decision.indices.shape, view.values.shape[-1])
+                require(tuple(values.shape) == wanted, f"values of shape {tuple(values.shape)}, not {wanted}")
+                require(values.dtype == view.values.dtype, f"{values.dtype} values for a {dtype} cache")
+                listed = torch.arange(wanted[2]) < decision.lengths[..., None]
+                finite = bool(values[listed].isfinite().all())
+                require(finite, f"{dtype} entries gave values that are not finite")
+                for name, old, new in paired_tensors(view, shown):
+                    require(torch.equal(old, new), f"the policy wrote to view.{name}")
+
+
 def reads_only_what_it_declares(subject: Subject) -> None:
     """What is not declared is not recorded: the policy would fail in the middle of a generation."""
     for eviction in subject.evictions():
@@ -197,6 +218,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     protection_survives_large_float16,
     scores_are_finite,
     inputs_are_left_alone,
+    merged_values_fit,
     reads_only_what_it_declares,
     same_stream_same_decision,
     empty_slots_do_not_count,
