@@ -8,12 +8,16 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli.design_space import design_space
 from kvkeep.cli.options import AsJson
 from kvkeep.core.errors import ConfigError
 
 Study = Annotated[Path, typer.Argument(help="A pre-registration, YAML.")]
 
-app = typer.Typer(help="Write down and seal what will be tested.", no_args_is_help=True)
+app = typer.Typer(help="Write down and seal what will be tested; study mechanisms.", no_args_is_help=True)
+
+
+app.command("design-space")(design_space)
 
 
 @app.command("check")

@@ -77,7 +77,7 @@ def draft(
                 f"{headers[0].task!r} by {headers[0].metric}: one family has one metric"
             )
     arms = {
-        name: [_arm(pair[place].header) for pair in pairs]
+        name: [arm_plan(pair[place].header) for pair in pairs]
         for place, name in enumerate(("baseline", "challenger"))
     }
     reasons += [
@@ -166,14 +166,24 @@ def held_out(task: Task, limit: int | None = None) -> dict[str, Any]:
     }
 
 
-def _arm(header: RunHeader) -> dict[str, Any]:
+def arm_plan(header: RunHeader, study: RunHeader | None = None) -> dict[str, Any]:
+    """The policy of a run as a study names it.
+
+    Parameters
+    ----------
+    study
+        A run that draws as the study does; how this one draws is written down where it differs.
+    """
     options = dict(header.policy_options)
-    if "base" in options:  # a composition: its name says the parts, its base has the numbers
+    while "base" in options:  # a composition: its name says the parts, its base has the numbers
         options = dict(options["base"])
         options.pop("name")
     options.pop("budget", None)
-    return {
+    plan = {
         "policy": header.policy,
         "options": options,
         "prompt": header.budget.get("prompt", "counts"),
     }
+    if study is not None and dict(study.sampling) != dict(header.sampling):
+        plan["sampling"] = dict(header.sampling)
+    return plan

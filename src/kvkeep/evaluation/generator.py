@@ -170,6 +170,12 @@ class ModelGenerator:
         other.policy = checked(policy)
         return other
 
+    def with_sampling(self, sampling: Sampling) -> ModelGenerator:
+        """The same model, drawing in another way."""
+        other = copy.copy(self)
+        other.sampling = sampling
+        return other
+
     @property
     def random(self) -> bool:
         return not self.sampling.greedy or self.policy.traits.random

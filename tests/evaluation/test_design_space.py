@@ -1,0 +1,292 @@
+"""The design space: its mechanisms, its stages, and the six ways to be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvkeep
+from kvkeep.core.budget import Budget
+from kvkeep.core.errors import ConfigError, UnknownNameError
+from kvkeep.evaluation.comparison import Comparison, measure
+from kvkeep.evaluation.design_space.diagnostics import Evidence, diagnose
+from kvkeep.evaluation.design_space.mechanisms import FAMILIES, MECHANISMS, Arm, Mechanism, chosen
+from kvkeep.evaluation.design_space.proxy import Nats, change
+from kvkeep.evaluation.design_space.result import screening, whole
+from kvkeep.evaluation.design_space.stages import Settings, Stages
+from kvkeep.evaluation.identity import plain
+from kvkeep.evaluation.preregistration import Preregistration, load_frozen, lock_path
+from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.report.design_space_tables import diagnostics_table, gains_table, reasons
+from kvkeep.evaluation.runner import Plan
+from kvkeep.evaluation.sampling import Sampling
+from kvkeep.evaluation.splits import hash_order
+from kvkeep.evaluation.statistics.decision import decide
+from kvkeep.evaluation.study import admit
+from tests.evaluation.runs import names, run
+
+DEV, CONFIRM = (hash_order(names(part, 120)) for part in ("dev", "confirm"))
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.name)
+@pytest.mark.parametrize("base", ["snapkv(window=8)", "vase-attnv", "key-norm"])
+def test_every_mechanism_is_a_switch_of_existing_parts(mechanism: Mechanism, base: str) -> None:
+    """A mechanism that only the study knows could not be used by anybody."""
+    arm = mechanism.arm(base, Budget(entries=256), buffer=8)
+    plain_policy = kvkeep.policy(base, budget=256, buffer=8)
+    settings = Sampling(**arm.sampling)
+    changed = arm.policy != plain_policy or settings != Sampling()
+    assert changed
+    assert mechanism.switch
+    assert arm.with_entries(200).policy.amount.entries == 200
+    assert arm.with_entries(200).sampling == arm.sampling
+
+
+def test_all_five_families_are_there() -> None:
+    """The paper's catalogue has five, and none may be left out in silence."""
+    assert {each.family for each in MECHANISMS} == set(FAMILIES)
+
+
+def test_mechanisms_are_chosen_by_name() -> None:
+    """A typo must not study something else."""
+    assert chosen() == MECHANISMS
+    assert [each.name for each in chosen(["recency", "pyramid"])] == ["recency", "pyramid"]
+    with pytest.raises(UnknownNameError, match="recency"):
+        chosen(["recencies"])
+    with pytest.raises(ConfigError, match="once"):
+        chosen(["recency", "recency"])
+
+
+@dataclass
+class Task:
+    """What sealing asks of a task."""
+
+    name: str = "sums"
+    version: str = "1"
+
+    def problems(self, part: str, limit: int | None) -> list[Any]:
+        return [type("Problem", (), {"id": id}) for id in {"dev": DEV, "confirm": CONFIRM}[part][:limit]]
+
+    def fingerprint(self) -> str:
+        return "a" * 64
+
+    def grader_facts(self) -> dict[str, str]:
+        return {"name": "exact", "version": "1"}
+
+
+@dataclass
+class Bench:
+    """Answers from a rule instead of a model: ``solves`` says how many of ten, by arm, model and part."""
+
+    solves: dict[tuple[str, str, str], int]
+    extra_entries: int = 8
+    log: list[str] = field(default_factory=list)
+    out: Path | None = None
+
+    def task(self) -> Any:
+        return Task()
+
+    def run(self, arm: Arm, model: str, out: Path, plan: Plan, study: Preregistration | None = None) -> Run:
+        name = "period" if arm.policy.buffer == 32 else "hot" if arm.sampling else arm.policy.name
+        ids = {"dev": DEV, "confirm": CONFIRM}[plan.part][: plan.limit]
+        if plan.part == "confirm":
+            assert self.out is not None
+            assert lock_path(self.out / "study.yaml").exists(), "a held-out problem was touched too early"
+        self.log.append(f"{plan.part} {model} {name} {arm.policy.amount.entries}")
+        entries = arm.policy.amount.count
+        held = 20.0 + entries + (self.extra_entries if name == "period" else 0)
+        tenths = self.solves.get((name, model, plan.part), 5)
+        solved = {id: [place % 10 < tenths] for place, id in enumerate(ids)}
+        made = run(
+            solved,
+            mean_cache=held,
+            run=out.name,
+            policy=arm.policy.name,
+            policy_options=plain(arm.policy.options()),
+            budget={"entries": entries, "prompt": "counts"},
+            model=model,
+            model_sha256=("a" if model == "one" else "b") * 64,
+            task_sha256="a" * 64,
+            prompt_sha256="c" * 64,
+            split=plan.part,
+            sampling=Sampling(preset="x", temperature=0.6, **arm.sampling).as_dict(),
+        )
+        return Run(header=admit(made.header, study), samples=made.samples)
+
+    def nats(self, arm: Arm, model: str) -> Nats | None:
+        if arm.sampling:
+            return None
+        better = 0.1 if arm.policy.buffer == 32 else 0.0
+        return Nats(per_text=tuple(1.0 - better + 0.01 * (text % 3) for text in range(20)))
+
+
+PERIOD = Mechanism(name="period", family="cadence", does="evict rarely", options={"buffer": 32})
+HOT = Mechanism(name="hot", family="decoding", does="draw warmer", sampling={"repetition_rise": 0.5})
+
+
+def stages(out: Path, bench: Bench, mechanisms: Sequence[Mechanism] = (PERIOD, HOT)) -> Stages:
+    """The study of two mechanisms on two made-up models."""
+    bench.out = out
+    settings = Settings(
+        base="snapkv(window=8)",
+        options={"buffer": 8},
+        entries=80,
+        prompt="counts",
+        models=("one", "two"),
+        mechanisms=mechanisms,
+        problems=110,
+    )
+    return Stages(settings, bench, out)
+
+
+def test_a_gain_that_memory_bought_evaporates(tmp_path: Path) -> None:
+    """The heart of the study: more cache at the same request looks like progress until it is matched."""
+    bench = Bench({("period", "one", "dev"): 7, ("period", "one", "confirm"): 5})
+    found = whole(stages(tmp_path, bench))
+    period, hot = found.rows
+    assert period.promising
+    assert period.screening.difference.estimate == pytest.approx(0.2)
+    assert period.screening.cache_ratio == pytest.approx(108 / 100)
+    assert period.evidence is not None
+    assert period.evidence.verdict == "undecided"
+    assert {cell.cell for cell, _ in period.evidence.confirmed.values()} == {
+        "sums/one/80-72/period",
+        "sums/two/80-72/period",
+    }
+    for _, comparison in period.evidence.confirmed.values():
+        assert comparison.cache_ratio == pytest.approx(1.0)
+    assert found.evaporated == ("period",)
+    assert not hot.promising
+    present = {each.name for each in period.findings if each.present}
+    assert present == {"proxy-to-runtime drift", "budget overshoot"}
+    assert {each.name for each in hot.findings if each.present is None} == {"proxy-to-runtime drift"}
+    table = gains_table(found)
+    assert [row[0] for row in table.rows] == ["period", "hot"]
+    assert table.rows[0][-1] == "undecided: evaporates"
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    assert len(diagnostics_table(found).rows) == 2
+    assert any("budget overshoot" in line for line in reasons(found))
+
+
+def test_the_plan_is_sealed_and_a_second_call_keeps_it(tmp_path: Path) -> None:
+    """Held-out problems are touched under a frozen plan, and that plan does not move."""
+    bench = Bench({("period", "one", "confirm"): 9, ("period", "two", "confirm"): 9})
+    found = whole(stages(tmp_path, bench))
+    assert found.family is not None
+    assert found.rows[0].evidence is not None
+    assert found.rows[0].evidence.verdict == "better"
+    study = load_frozen(tmp_path / "study.yaml")
+    assert study.sha256 == found.family.preregistration
+    assert study.arms.challengers["hot"].sampling is not None
+    assert study.arms.challengers["period"].sampling is None
+    again = whole(stages(tmp_path, Bench(bench.solves)))
+    assert again.family is not None
+    assert again.family.preregistration == study.sha256
+
+
+def test_a_screening_alone_touches_nothing_else(tmp_path: Path) -> None:
+    """``--screen-only`` is for a first look: one model, dev problems, no plan."""
+    bench = Bench({})
+    found = screening(stages(tmp_path, bench))
+    assert all(line.startswith("dev one ") for line in bench.log)
+    assert len(bench.log) == 3
+    assert found.family is None
+    assert found.evaporated == ()
+    assert gains_table(found).rows[0][-1] == "dropped"
+    assert not (tmp_path / "study.yaml").exists()
+
+
+def comparison(
+    base: int, new: int, count: int = 110, *, ratio: float = 1.0, first: int | None = None, unread: int = 0
+) -> Comparison:
+    """Tenths solved by each side; ``first`` of ten on the first 50 problems alone."""
+    ids = DEV[:count]
+    rule = {id: (first if first is not None and place < 50 else new) for place, id in enumerate(ids)}
+    solved = {id: [place % 10 < rule[id]] for place, id in enumerate(ids)}
+    one = run({id: [place % 10 < base] for place, id in enumerate(ids)})
+    other = run(solved, mean_cache=100 * ratio)
+    if unread:
+        samples = tuple(
+            each
+            if place % 10 >= unread
+            else replace(each, correct=False, score=0.0, answer_class="not_extracted")
+            for place, each in enumerate(other.samples)
+        )
+        other = Run(header=other.header, samples=samples)
+    return measure(one, other, metric="accuracy", resamples=1000)
+
+
+def evidence(
+    confirmed: dict[str, Comparison], *, nats: tuple[float, tuple[float, float]] | None = None, **parts: Any
+) -> Evidence:
+    """Evidence in which only what is given is out of the ordinary."""
+    decision = decide({model: each.difference for model, each in confirmed.items()})
+    cells = {cell.cell: cell for cell in decision.cells}
+    return Evidence(
+        screening=parts.get("screening", comparison(5, 5, 50)),
+        dev={"one": parts.get("dev", comparison(5, 5))},
+        confirmed={model: (cells[model], each) for model, each in confirmed.items()},
+        nats=nats,
+    )
+
+
+SAME = {"one": comparison(5, 5), "two": comparison(5, 5)}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        (
+            "iso-cache underperformance",
+            evidence(SAME, screening=comparison(5, 7, 50, ratio=1.1), dev=comparison(5, 5)),
+            evidence(SAME, screening=comparison(5, 7, 50), dev=comparison(5, 7)),
+        ),
+        (
+            "n-evaporation",
+            evidence(SAME, dev=comparison(5, 5, first=7)),
+            evidence(SAME, dev=comparison(5, 7)),
+        ),
+        (
+            "proxy-to-runtime drift",
+            evidence(SAME, nats=(-0.1, (-0.2, -0.05))),
+            evidence({"one": comparison(5, 9)}, nats=(-0.1, (-0.2, -0.05))),
+        ),
+        (
+            "budget overshoot",
+            evidence(SAME, screening=comparison(5, 7, 50, ratio=1.03)),
+            evidence(SAME, screening=comparison(5, 7, 50, ratio=1.01)),
+        ),
+        (
+            "extraction collapse",
+            evidence({"one": comparison(5, 5, unread=2)}),
+            evidence({"one": comparison(5, 2)}),
+        ),
+        (
+            "one model only",
+            evidence({"one": comparison(5, 9), "two": comparison(5, 4)}),
+            evidence({"one": comparison(5, 9), "two": comparison(5, 6)}),
+        ),
+    ],
+)
+def test_each_way_to_be_wrong_is_seen_and_not_imagined(name: str, wrong: Evidence, right: Evidence) -> None:
+    """A diagnostic that never fires, or always does, would say nothing."""
+    found = [{each.name: each.present for each in diagnose(one)} for one in (wrong, right)]
+    assert [each[name] for each in found] == [True, False]
+
+
+def test_worse_on_one_model_outweighs_better_on_another() -> None:
+    """No mechanism is recommended that harms a model."""
+    assert evidence({"one": comparison(5, 9), "two": comparison(5, 1)}).verdict == "worse"
+    assert evidence({"one": comparison(5, 9), "two": comparison(5, 5)}).verdict == "better"
+
+
+def test_change_of_the_internal_number_is_paired() -> None:
+    """Texts differ more than policies do: the interval is one of differences."""
+    one = Nats(per_text=(1.0, 5.0, 9.0, float("nan")))
+    estimate, (low, high) = change((one, Nats(per_text=(0.9, 4.9, 8.9, 1.0))))
+    assert estimate == pytest.approx(-0.1)
+    assert (low, high) == pytest.approx((-0.1, -0.1))
