@@ -64,7 +64,7 @@ def run(runs: Path, data: Path, arms: list[str]) -> None:
             else ["--budget", str(BUDGET), "--buffer", str(BUFFER), "--prompt-mode", "counts"]
         )
         words += ["--preset", "greedy", "--max-new-tokens", str(TOKENS), "--limit", str(PROBLEMS)]
-        words += ["--batch-size", "12", "--threads", "1", "--log-evictions", "--out", str(out)]
+        words += ["--batch-size", str(PROBLEMS), "--threads", "1", "--log-evictions", "--out", str(out)]
         kvkeep(*words, *(["--resume"] if known else []))
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {arm}: {time.monotonic() - begin:.0f} s\n")
 
