@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.policies.quest import Quest
     from kvkeep.policies.r_kv import RKV
     from kvkeep.policies.random_eviction import RandomEviction
+    from kvkeep.policies.seer_attention import SeerAttention
     from kvkeep.policies.set_diversity import SetDiversity
     from kvkeep.policies.snapkv import SnapKV
     from kvkeep.policies.streaming_llm import StreamingLLM
@@ -50,6 +51,7 @@ _HOMES = {
     "RKV": "kvkeep.policies.r_kv",
     "RandomEviction": "kvkeep.policies.random_eviction",
     "RetentionCache": "kvkeep.engine.retention_cache",
+    "SeerAttention": "kvkeep.policies.seer_attention",
     "SetDiversity": "kvkeep.policies.set_diversity",
     "SnapKV": "kvkeep.policies.snapkv",
     "StreamingLLM": "kvkeep.policies.streaming_llm",
@@ -83,6 +85,7 @@ __all__ = [
     "Quest",
     "RandomEviction",
     "RetentionCache",
+    "SeerAttention",
     "SetDiversity",
     "SnapKV",
     "StreamingLLM",

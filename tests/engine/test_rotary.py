@@ -17,8 +17,9 @@ from transformers import (
 
 import kvkeep
 from kvkeep.core.errors import UnsupportedError
-from kvkeep.engine.rotary import rope_of, unrotate
+from kvkeep.engine.rotary import rope_of
 from kvkeep.engine.spec import model_spec
+from kvkeep.kernels.rotation import unrotate
 from kvkeep.testing.models import FAMILIES, tiny_model
 
 SHAPE = {

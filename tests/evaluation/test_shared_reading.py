@@ -18,7 +18,7 @@ from kvkeep.evaluation.sampling import Sampler, Sampling
 from kvkeep.evaluation.shared_reading import SharedReading
 from kvkeep.evaluation.side_by_side import SideBySide
 from kvkeep.policies.compose import policy as make
-from kvkeep.testing.models import left_padded, random_gates, tiny_model, tokens
+from kvkeep.testing.models import left_padded, random_block_gates, random_gates, tiny_model, tokens
 from kvkeep.testing.watching import feed
 
 NEW = 20
@@ -40,14 +40,14 @@ def statistics(model: PreTrainedModel) -> Any:
 
 def caches(model: PreTrainedModel, prefill: str, rows: int = 1) -> list[kvkeep.RetentionCache]:
     """One empty cache for every policy."""
-    found, gates = statistics(model), random_gates(model)
+    found, gates, block_gates = statistics(model), random_gates(model), random_block_gates(model, block=64)
     return [
         kvkeep.RetentionCache(
             model,
             policy,
             sequence_ids=list(range(rows)),
             calibration=found,
-            gates=gates,
+            gates=gates if policy.traits.reads is None else block_gates,
             trace_rows=True,
         )
         for policy in policies(prefill)

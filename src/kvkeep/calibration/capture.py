@@ -20,9 +20,10 @@ from kvkeep.engine.attention import attention_name, prepare, restore
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.retention_cache import RetentionCache
-from kvkeep.engine.rotary import rope_of, unrotate
+from kvkeep.engine.rotary import rope_of
 from kvkeep.engine.spec import model_spec
 from kvkeep.engine.step import Step
+from kvkeep.kernels.rotation import unrotate
 from kvkeep.policies.full import Full
 
 # Text beyond so many characters per wanted token is not even tokenized.

@@ -48,7 +48,7 @@ def values(
     source = loading.resolve(model, report.note)
     with report.waiting(f"loading {model}"):
         loaded = loading.load_model(source, dtype=dtype, attention=attention, device=device, threads=threads)
-    trained = loading.load_gates(gates, loaded)
+    trained = loading.load_gates(gates, loaded, retention=True)
     texts, what = read.read_texts(model, loaded, text, run, samples=samples, limit=limit)
     with bar() as progress:
         portions = list(

@@ -11,6 +11,7 @@ from kvkeep.cli.report import note
 from kvkeep.core.errors import ConfigError
 from kvkeep.evaluation.tasks.base import Task
 from kvkeep.evaluation.tasks.registry import make_task
+from kvkeep.training.block_recipe import BlockRecipe
 from kvkeep.training.documents import MOST, Document, Documents, shuffled
 from kvkeep.training.reading import read
 from kvkeep.training.recipe import Recipe
@@ -42,7 +43,7 @@ def choose(data: str) -> Path | Task:
 
 
 def documents(
-    data: str, chosen: Path | Task, tokenizer: Any, recipe: Recipe, limit: int | None = None
+    data: str, chosen: Path | Task, tokenizer: Any, recipe: Recipe | BlockRecipe, limit: int | None = None
 ) -> tuple[Documents, Documents]:
     """Documents to learn from, and some to measure on.
 
@@ -79,7 +80,9 @@ def documents(
     )
 
 
-def _of_file(path: Path, tokenizer: Any, recipe: Recipe, length: int) -> tuple[Documents, Documents]:
+def _of_file(
+    path: Path, tokenizer: Any, recipe: Recipe | BlockRecipe, length: int
+) -> tuple[Documents, Documents]:
     """Documents of a file that teach something, in two parts."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     read_all = read(path, tokenizer, length)

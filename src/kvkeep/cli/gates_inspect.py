@@ -61,7 +61,7 @@ def inspect(
     source = loading.resolve(model, report.note)
     with report.waiting(f"loading {model}"):
         loaded = loading.load_model(source, dtype=dtype, attention=attention, device=device, threads=threads)
-    trained = loading.load_gates(gates, loaded)
+    trained = loading.load_gates(gates, loaded, retention=True)
 
     import torch
 

@@ -172,17 +172,33 @@ def load_calibration(path: Path | None, loaded: Loaded) -> Any:
     return load(path, loaded.model)
 
 
-def load_gates(path: Path | None, loaded: Loaded) -> Any:
-    """Read gates to where the model is, and check that they belong to it; ``None`` stays ``None``."""
+def load_gates(path: Path | None, loaded: Loaded, *, retention: bool = False) -> Any:
+    """Read gates to where the model is, and check that they belong to it; ``None`` stays ``None``.
+
+    Parameters
+    ----------
+    retention
+        Whether only retention gates will do.
+
+    Raises
+    ------
+    ConfigError
+        If they are block gates, and will not do.
+    """
     if path is None:
         return None
     from kvkeep.cli.report import note
     from kvkeep.engine.spec import model_spec
     from kvkeep.evaluation.identity import weights_hashes
-    from kvkeep.gates import load
+    from kvkeep.gates import RetentionGates, load
 
     own = weights_hashes(loaded.model)
     gates = load(path, model_spec(loaded.model.config), base_sha256=own)
+    if retention and not isinstance(gates, RetentionGates):
+        raise ConfigError(
+            f"{path} holds block gates, which say what is read and nothing about how long a token is needed: "
+            "give retention gates (`kvkeep gates train` makes them)."
+        )
     if gates.base is None:
         note(f"{path} does not say by which weights it was trained: only sizes were checked.")
     return gates.to(loaded.model.device)

@@ -77,7 +77,8 @@ Store = Annotated[
 Gates = Annotated[
     Path | None,
     typer.Option(
-        help="Retention gates of this model, for trimkv and dbtrimkv: kvkeep's file, or a published folder."
+        help="Gates of this model: retention gates for trimkv and dbtrimkv (kvkeep's file, or a published "
+        "folder), block gates for seer-attention."
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Of stochastic policies and of sampling.")]

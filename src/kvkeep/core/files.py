@@ -99,6 +99,15 @@ def read_tensors(source: str | os.PathLike[str], kind: str) -> tuple[dict[str, T
     return tensors, header
 
 
+def kind_of(source: str | os.PathLike[str]) -> str | None:
+    """What a file of tensors says it is; ``None`` if it is not there, or none of ours."""
+    try:
+        with safe_open(Path(source), framework="pt") as file:
+            return json.loads((file.metadata() or {}).get(_HEADER, "{}")).get("kind")  # type: ignore[no-any-return]
+    except (SafetensorError, OSError, ValueError):
+        return None
+
+
 def tensor_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names and bytes of tensors."""
     digest = hashlib.sha256()

@@ -21,6 +21,17 @@ class BlockIndex(Protocol):
     def catch_up(self, store: DenseStore) -> None:
         """Take in the entries that were stored since the last call."""
 
+    def show(self, query: Tensor, lens: Tensor, blocks: int) -> dict[str, Tensor]:
+        """What a selector gets to see of the first so many blocks, by name.
+
+        Parameters
+        ----------
+        query
+            ``[batch, heads, 1, head_dim]`` of the newest token, rotated.
+        lens
+            int64 ``[batch]``: entries stored.
+        """
+
     def forget(self, lens: Sequence[int]) -> None:
         """Rows are now so short; what came after is forgotten."""
 
@@ -106,6 +117,10 @@ class BlockBounds:
         ):
             blocks = keys.masked_fill(empty, fill).unflatten(2, (-1, self.block))
             bounds[:, :, first:end] = reduce(blocks, dim=3)
+
+    def show(self, query: Tensor, lens: Tensor, blocks: int) -> dict[str, Tensor]:
+        """The bounds of the first so many blocks."""
+        return {"low": self.low[:, :, :blocks], "high": self.high[:, :, :blocks]}
 
     def forget(self, lens: Sequence[int]) -> None:
         """Rows are now so short; their last block is computed again with the next entry."""

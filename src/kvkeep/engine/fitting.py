@@ -13,6 +13,8 @@ from kvkeep.core.spec import ModelSpec
 from kvkeep.core.view import Rope
 from kvkeep.engine.rotary import rope_of
 from kvkeep.engine.tap import tap_reasons
+from kvkeep.gates.block_gates import BlockGates
+from kvkeep.gates.modules import RetentionGates
 
 StoreKind = Literal["auto", "dense", "paged"]
 
@@ -35,20 +37,17 @@ def fit(
     traits, reasons = policy.traits, list(policy.check(spec))
     rope: Rope | None = None
     layers: Mapping[int, Any] = {}
-    if traits.log_retention and gates is None:
-        reasons.append(
-            "the policy needs retention gates that were trained for this model: pass "
-            "gates=kvkeep.gates.load(path)"
-        )
-    elif traits.log_retention:
-        reasons.extend(gates.check(spec))
+    if traits.gated:
+        reasons.extend(_gate_reasons(policy, spec, gates))
+    if traits.log_retention and gates is not None:
         reasons.extend(tap_reasons(model, spec))
     if traits.calibration and calibration is None:
         reasons.append(
             "the policy needs calibration statistics of this model: run `kvkeep calibrate` and pass "
             "calibration=kvkeep.calibration.load(path)"
         )
-    if traits.rope or traits.query_moments:
+    block_gates = traits.reads is not None and traits.reads.gates
+    if traits.rope or traits.query_moments or block_gates:
         try:
             rope = rope_of(model, spec)
         except UnsupportedError as error:
@@ -59,6 +58,28 @@ def fit(
     if reasons:
         raise UnsupportedError(f"{policy.name} cannot run on {spec.model_type!r} here", reasons)
     return rope, layers
+
+
+def _gate_reasons(policy: Policy, spec: ModelSpec, gates: Any) -> list[str]:
+    """Why gates do not serve a policy that asks for some."""
+    reads = policy.traits.reads
+    wanted, kind = ("retention gates", RetentionGates) if reads is None else ("block gates", BlockGates)
+    if gates is None:
+        return [
+            f"the policy needs {wanted} that were trained for this model: pass gates=kvkeep.gates.load(path)"
+        ]
+    blocks: Any = getattr(gates, "shape", None)
+    if not isinstance(gates, kind) and isinstance(gates, RetentionGates | BlockGates):
+        other = "block gates" if isinstance(gates, BlockGates) else "retention gates"
+        return [f"the policy needs {wanted}, and these are {other}: pass the ones made for it"]
+    reasons: list[str] = gates.check(spec)
+    if reads is not None and blocks.block != reads.block:
+        reasons = [
+            *reasons,
+            f"the gates were trained for blocks of {blocks.block} entries, and the policy reads blocks of "
+            f"{reads.block}: give it block={blocks.block}",
+        ]
+    return reasons
 
 
 def store_kind(store: str, policy: Policy) -> Literal["dense", "paged"]:

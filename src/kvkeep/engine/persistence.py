@@ -102,7 +102,8 @@ def _shape(cache: RetentionCache) -> dict[str, Any]:
 
 def _gates(cache: RetentionCache) -> str | None:
     """Hash of the gates: entries that other gates have weighed cannot be ranked with new ones."""
-    return None if cache.gates is None else str(cache.gates.sha256)
+    gates = cache.gates if cache.block_gates is None else cache.block_gates
+    return None if gates is None else str(gates.sha256)
 
 
 def _plain_options(policy: Policy) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.core.view import QueryMoments, Rope
-from kvkeep.engine.rotary import unrotate
+from kvkeep.kernels.rotation import unrotate
 from kvkeep.scoring.window_attention import window_attention
 
 # Upper bound of the elements of one block of attention probabilities while a prompt is summed.

@@ -67,8 +67,9 @@ class RetentionCache(Cache):
     calibration
         Statistics for policies that need them (:func:`kvkeep.calibration.load`).
     gates
-        Retention gates for policies that need them (:func:`kvkeep.gates.load`). They read the input of each
-        attention module through a hook that goes with the cache (:mod:`kvkeep.engine.tap`).
+        Retention gates or block gates, for policies that need them (:func:`kvkeep.gates.load`). Retention
+        gates read the input of each attention module through a hook that goes with the cache
+        (:mod:`kvkeep.engine.tap`).
     profile
         Time evictions; read :attr:`eviction_seconds`.
     trace_rows
@@ -151,6 +152,8 @@ class RetentionCache(Cache):
         kind = PagedLayer if self.store_kind == "paged" else dense
         #: The gates, if the policy asks for what they say.
         self.gates = gates if self.traits.log_retention else None
+        #: The block gates, if the policy is a selector that asks for them.
+        self.block_gates = None if self.traits.log_retention else gates if self.traits.gated else None
         prepare(model)
         if self.gates is not None:
             tap(model, self.spec, self)

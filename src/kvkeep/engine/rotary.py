@@ -11,30 +11,11 @@ from torch import Tensor
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.core.spec import ModelSpec
 from kvkeep.core.view import Rope
+from kvkeep.kernels.rotation import unrotate
 
 # Rotary scalings whose frequencies change while a sequence grows: keys stored before the change
 # and after it disagree, so scores that rely on the frequencies would be wrong.
 _DRIFTING = ("dynamic", "longrope")
-
-
-def unrotate(vectors: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """Undo the rotary embedding (half-split layout).
-
-    Parameters
-    ----------
-    vectors
-        float32 ``[batch, heads, entries, head_dim]``, rotated.
-    positions
-        int64 ``[batch, entries]``.
-    """
-    half = rope.rotary_dim // 2
-    # The product is rounded to float32 as models round it (an angle of 1e5 radians is off by 0.004 then):
-    # only the very same angle undoes the rotation.
-    angles = (positions[:, None, :, None].float() * rope.inv_freq.to(vectors.device)).double()
-    cos = (angles.cos() / rope.scaling).to(vectors.dtype)
-    sin = (angles.sin() / rope.scaling).to(vectors.dtype)
-    first, second, rest = vectors.split([half, half, vectors.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
 
 
 def rope_of(model: torch.nn.Module, spec: ModelSpec) -> Rope:

@@ -13,7 +13,8 @@ from kvkeep.core.arrays import IntArray
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.core.selector import ReadDecision, ReadView, Selector
 from kvkeep.core.traits import Reads
-from kvkeep.engine.block_bounds import BlockBounds
+from kvkeep.engine.block_bounds import BlockBounds, BlockIndex
+from kvkeep.engine.block_gate_keys import BlockGateKeys
 from kvkeep.engine.dense_layer import DenseLayer
 from kvkeep.engine.handle import LayerHandle
 from kvkeep.engine.layer import Attend
@@ -35,7 +36,7 @@ class SparseLayer(DenseLayer):
     def forget(self) -> None:
         """Back to the state before the first token."""
         super().forget()
-        self.bounds: BlockBounds | None = None
+        self.indexes: list[BlockIndex] = []  # made with the first entries
         self.decision: ReadDecision | None = None  # of the newest forward; None: everything was read
 
     @property
@@ -50,10 +51,21 @@ class SparseLayer(DenseLayer):
 
     def _append(self, handle: LayerHandle, step: Step, extras: dict[str, Tensor] | None) -> None:
         super()._append(handle, step, extras)
-        if self.sparse and self.reads.bounds:
-            if self.bounds is None:  # also after entries were read from a file
-                self.bounds = BlockBounds(handle.keys, self.reads.block)
-            self.bounds.catch_up(self.stored)
+        if not self.sparse:
+            return
+        if not self.indexes:  # also after entries were read from a file
+            self.indexes = self._make_indexes(handle.keys)
+        for index in self.indexes:
+            index.catch_up(self.stored)
+
+    def _make_indexes(self, like: Tensor) -> list[BlockIndex]:
+        """What the selector asked to be kept per block."""
+        cache, made = self.cache, list[BlockIndex]()
+        if self.reads.bounds:
+            made.append(BlockBounds(like, self.reads.block))
+        if cache.block_gates is not None and cache.rope is not None:
+            made.append(BlockGateKeys(like, cache.block_gates, self.index, cache.rope))
+        return made
 
     def _attend(
         self,
@@ -92,8 +104,8 @@ class SparseLayer(DenseLayer):
         store, reads = self.stored, self.reads
         blocks = -(-store.longest // reads.block)
         recorded: dict[str, Tensor] = {}
-        if self.bounds is not None:
-            recorded |= {"low": self.bounds.low[:, :, :blocks], "high": self.bounds.high[:, :, :blocks]}
+        for index in self.indexes:
+            recorded |= index.show(query, lens, blocks)
         queries = query[:, :, 0]
         factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
         return ReadView(
@@ -124,16 +136,16 @@ class SparseLayer(DenseLayer):
     def select_rows(self, index: Sequence[int]) -> None:
         """Keep the rows ``index``, in that order, repeats allowed."""
         super().select_rows(index)
-        if self.bounds is not None:
-            self.bounds.select_rows(torch.tensor(list(index), device=self.stored.device))
+        for each in self.indexes:
+            each.select_rows(torch.tensor(list(index), device=self.stored.device))
 
     def forget_newest(self, removed: int, seq_lens: Sequence[int]) -> None:
         """Forget the newest ``removed`` entries; the sequences are now ``seq_lens`` long."""
         super().forget_newest(removed, seq_lens)
-        if self.bounds is not None:
-            self.bounds.forget(self.stored.lens)
+        for index in self.indexes:
+            index.forget(self.stored.lens)
 
     @property
     def index_nbytes(self) -> int:
         """Bytes kept per block beside the entries."""
-        return 0 if self.bounds is None else self.bounds.nbytes
+        return sum(index.nbytes for index in self.indexes)

@@ -52,7 +52,7 @@ def save(
     write_tensors(path, _KIND, gates.state_dict(), facts)
 
 
-def load(
+def load_retention(
     path: str | os.PathLike[str],
     spec: ModelSpec | None = None,
     *,
@@ -110,7 +110,7 @@ def load(
         )
     if base_sha256 is not None and gates.base is not None:
         hashes = [base_sha256] if isinstance(base_sha256, str) else base_sha256
-        _check_base(path, gates.base, hashes)
+        check_base(path, gates.base, hashes)
     return gates.eval().requires_grad_(False)
 
 
@@ -127,7 +127,14 @@ def _read_own(path: Path) -> tuple[GateShape, dict[str, Tensor], str | None]:
     return shape, tensors, header.get("base_weights_sha256")
 
 
-def _check_base(path: str | os.PathLike[str], base: str, hashes: Iterable[str]) -> None:
+def check_base(path: str | os.PathLike[str], base: str, hashes: Iterable[str]) -> None:
+    """Refuse gates that were trained beside other weights.
+
+    Raises
+    ------
+    DataFileError
+        Naming both.
+    """
     tried = []
     for each in hashes:
         if each == base:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.core.errors import UnknownNameError
 from kvkeep.engine.spec import model_spec
+from kvkeep.gates.block_gates import BlockGates, BlockShape
 from kvkeep.gates.modules import RetentionGates
 from kvkeep.gates.shape import Architecture, GateShape
 
@@ -157,6 +158,14 @@ def random_gates(
             scale = spread if "first" not in name else 1.0
             size = parameter.shape[-1] ** -0.5
             parameter.data = scale * size * torch.randn(parameter.shape, generator=noise).double()
+    return gates.to(model.device).requires_grad_(False)
+
+
+def random_block_gates(model: PreTrainedModel, *, block: int = 16, seed: int = 0) -> BlockGates:
+    """Untrained block gates for a model, in float64 (see :func:`random_gates`)."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        gates = BlockGates(BlockShape.of(model_spec(model.config), block=block)).double()
     return gates.to(model.device).requires_grad_(False)
 
 

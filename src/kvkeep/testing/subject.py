@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.fitting import StoreKind
-from kvkeep.testing.models import left_padded, random_gates, tiny_model, tokens
+from kvkeep.testing.models import left_padded, random_block_gates, random_gates, tiny_model, tokens
 from kvkeep.testing.watching import Eviction, WatchedCache, feed, pieces
 
 PolicyOrFactory = Policy | Callable[..., Policy]
@@ -116,6 +116,8 @@ class Subject:
         needed: dict[str, Any] = {"calibration": _calibration(family)} if traits.calibration else {}
         if traits.log_retention:
             needed["gates"] = random_gates(shared_model(family))
+        if traits.reads is not None and traits.reads.gates:
+            needed["gates"] = random_block_gates(shared_model(family), block=traits.reads.block)
         # Pages of five: budgets and buffers of the suite are no multiples of it.
         return {"store": self.store, "page_size": 5, **needed}
 
