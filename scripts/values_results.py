@@ -31,6 +31,10 @@ from kvkeep.evaluation.report.tables import Table
 
 TOPICS = ("specialnames", "compound", "formatstrings", "typesseq")
 COMMANDS = ("values", "quantization")
+RETENTION = """The same chapters in portions of 1,024 tokens, the top 64 of each head, with retention
+at the end of the portion by the gates of [smollm2-gates.md](smollm2-gates.md) (trained on such rows):
+
+"""
 LINKS = ("pearson", "spearman", "spearman_norm", "slope", "over_law")
 
 
@@ -164,7 +168,7 @@ def overlap_summary(found: dict[str, dict[str, Any]]) -> str:
 def retention_summary(found: dict[str, dict[str, Any]]) -> str:
     """Pairs with retention, where gates were given."""
     if not found:
-        return "No gates were given."
+        return ""
     rows = []
     for place, pair in enumerate(found[TOPICS[0]]["overlaps"]):
         many = [facts["overlaps"][place] for facts in chapters(found)]
@@ -178,7 +182,7 @@ def retention_summary(found: dict[str, dict[str, Any]]) -> str:
             )
         )
     names = ("top sets by", "SmolLM2, shared %", "by chance", "one head, least – most")
-    return Table(columns=names, rows=tuple(rows)).markdown()
+    return RETENTION + Table(columns=names, rows=tuple(rows)).markdown()
 
 
 def spread_summary(found: dict[str, dict[str, Any]]) -> str:
