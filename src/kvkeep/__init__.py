@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvkeep.core.budget import Budget
+    from kvkeep.core.precision import Precision
     from kvkeep.core.registry import available_policies, register_policy
     from kvkeep.engine.attention import prepare, restore
     from kvkeep.engine.generation import generate
@@ -48,6 +49,7 @@ _HOMES = {
     "KeyDiff": "kvkeep.policies.keydiff",
     "KeyNorm": "kvkeep.policies.key_norm",
     "Quest": "kvkeep.policies.quest",
+    "Precision": "kvkeep.core.precision",
     "RKV": "kvkeep.policies.r_kv",
     "RandomEviction": "kvkeep.policies.random_eviction",
     "RetentionCache": "kvkeep.engine.retention_cache",
@@ -82,6 +84,7 @@ __all__ = [
     "Full",
     "KeyDiff",
     "KeyNorm",
+    "Precision",
     "Quest",
     "RandomEviction",
     "RetentionCache",

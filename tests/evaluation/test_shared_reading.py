@@ -169,3 +169,23 @@ def test_what_cannot_be_shared_is_refused() -> None:
     read(sliding, other, ids, mask)
     with pytest.raises(ConfigError, match="full attention"):
         SideBySide([other])
+
+
+def test_few_bits_share_a_reading_when_they_wait_for_its_end() -> None:
+    """Rounded while it is read, a prompt would be attended to by one cache and stored by another."""
+    model = tiny_model("llama", dtype=torch.float64)
+    ids, mask = left_padded((45,))
+    precision = kvkeep.Precision(bits=4, group=8, reserve=4, recent=4)
+    chosen = [kvkeep.KeyDiff(budget=24, buffer=8, prefill="after"), kvkeep.Full(buffer=8, prefill="after")]
+
+    def make_all() -> list[kvkeep.RetentionCache]:
+        return [kvkeep.RetentionCache(model, each, precision=precision, trace_rows=True) for each in chosen]
+
+    together, alone = make_all(), make_all()
+    logits = read(model, SharedReading(together), ids, mask, 11)
+    for shared, single in zip(together, alone, strict=True):
+        assert write(model, shared, ids, mask, logits=logits) == write(model, single, ids, mask, chunk=11)
+        assert shared.trace.few_bits_entries > 0
+    hasty = kvkeep.RetentionCache(model, kvkeep.Full(buffer=8), precision=precision)
+    with pytest.raises(ConfigError, match="writes a prompt down in few bits while it is read"):
+        SharedReading([hasty])

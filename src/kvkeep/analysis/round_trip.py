@@ -12,11 +12,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from kvkeep.analysis.half_quadratic import half_quadratic, widened
+from kvkeep.analysis.half_quadratic import half_quadratic
 from kvkeep.core.errors import ConfigError
+from kvkeep.kernels.few_bits import round_groups
 
 Kind = Literal["minmax", "hqq"]
 _NAME = re.compile(r"(minmax|hqq)-b(2|4|8)g(\d+)")
@@ -105,10 +105,7 @@ def min_max(values: Tensor, *, bits: int, group: int) -> Tensor:
     Tensor
         float32 (float64 of float64), shape as given; a group of equal channels comes back as it was.
     """
-    groups = widened(values).unflatten(-1, (-1, group))
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    step = (high - low) / (2**bits - 1)
-    codes = ((groups - low) / torch.where(step > 0, step, 1.0)).round()
+    codes, low, step = round_groups(values, bits, group, scales=None)
     return (codes * step + low).flatten(-2)
 
 

@@ -10,7 +10,7 @@ row's length must mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -66,6 +66,11 @@ class DenseStore:
     def memory(self) -> DenseStore:
         """What holds the tensors: this store itself."""
         return self
+
+    @property
+    def memories(self) -> tuple[DenseStore]:
+        """The same, as one of possibly several."""
+        return (self,)
 
     @property
     def device(self) -> torch.device:
@@ -218,6 +223,28 @@ class DenseStore:
         for source, row in enumerate(rows):
             held = self.lens[row]
             self.values[row, :, :held].copy_(values[source, :, :held])
+
+    def write(self, rows: Sequence[int], entries: Mapping[str, Tensor], held: IntArray) -> None:
+        """Replace everything that some rows hold.
+
+        Parameters
+        ----------
+        rows
+            Whose entries.
+        entries
+            ``[rows, kv_heads, entries, ...]`` by name, as :meth:`padded` names them; at most the capacity.
+        held
+            int ``[rows, kv_heads]``: how many of them count; all heads of a row hold equally many.
+        """
+        lens = [int(length) for length in held[:, 0]]
+        for name, tensor in self.tensors().items():
+            given = entries[name]
+            for source, row in enumerate(rows):
+                tensor[row, :, : lens[source]].copy_(given[source, :, : lens[source]])
+        changed = list(self.lens)
+        for row, length in zip(rows, lens, strict=True):
+            changed[row] = length
+        self.lens = changed
 
     def _flat(self, rows: Sequence[int], indices: Tensor) -> Tensor:
         heads = self.keys.shape[1]

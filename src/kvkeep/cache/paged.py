@@ -8,7 +8,7 @@ and eviction plan their reads without asking the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -57,6 +57,11 @@ class PagedStore:
     def memory(self) -> PagePool:
         """What holds the tensors."""
         return self.pool
+
+    @property
+    def memories(self) -> tuple[PagePool]:
+        """The same, as one of possibly several."""
+        return (self.pool,)
 
     @property
     def device(self) -> torch.device:
@@ -179,6 +184,27 @@ class PagedStore:
         where, slots = self._padded(values.shape[2], rows)
         stored = torch.from_numpy(where).to(self.device)
         self.pool.slots()["values"].index_copy_(0, self._index(slots[where]), values[stored])
+
+    def write(self, rows: Sequence[int], entries: Mapping[str, Tensor], held: IntArray) -> None:
+        """Replace everything that some rows hold.
+
+        Parameters
+        ----------
+        rows
+            Whose entries.
+        entries
+            ``[rows, kv_heads, entries, ...]`` by name, as :meth:`padded` names them.
+        held
+            int ``[rows, kv_heads]``: how many of them count.
+        """
+        index, lengths = np.asarray(rows), self.held.copy()
+        lengths[index] = held
+        self._set_held(lengths)
+        width = next(iter(entries.values())).shape[2]
+        where, slots = self._padded(width, rows)
+        source, target = self._index(np.flatnonzero(where)), self._index(slots[where])
+        for name, tensor in self.pool.slots().items():
+            tensor.index_copy_(0, target, entries[name].flatten(0, 2).index_select(0, source))
 
     def forget_newest(self, removed: int) -> None:
         """Forget the newest ``removed`` entries of every head."""

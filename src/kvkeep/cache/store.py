@@ -27,7 +27,11 @@ class Memory(Protocol):
 
 
 class Store(Protocol):
-    """Entries of one layer (:class:`~kvkeep.cache.DenseStore`, :class:`~kvkeep.cache.PagedStore`)."""
+    """Entries of one layer.
+
+    A :class:`~kvkeep.cache.DenseStore`, a :class:`~kvkeep.cache.PagedStore`, or two of a kind in a
+    :class:`~kvkeep.cache.quantized.MixedStore`.
+    """
 
     @property
     def batch(self) -> int:
@@ -46,7 +50,7 @@ class Store(Protocol):
         """Most entries of any head."""
 
     @property
-    def memory(self) -> Memory:
+    def memories(self) -> Sequence[Memory]:
         """What holds the tensors; stores may share it."""
 
     @property
@@ -90,5 +94,5 @@ class Store(Protocol):
 
 def allocated(stores: Sequence[Store]) -> tuple[int, int]:
     """Bytes of keys and values, and bytes beside them, counting shared memory once."""
-    memories = {id(store.memory): store.memory for store in stores}.values()
+    memories = {id(each): each for store in stores for each in store.memories}.values()
     return sum(each.nbytes for each in memories), sum(each.metadata_nbytes for each in memories)

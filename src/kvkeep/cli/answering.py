@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvkeep.cli.loading import Loaded
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
 from kvkeep.engine.generation import generate
 from kvkeep.engine.repetition import Repetition
 from kvkeep.engine.trace import Trace
@@ -171,6 +172,7 @@ def answer(
     calibration: Any = None,
     gates: Any = None,
     store: str = "auto",
+    precision: Precision | None = None,
     prefill_chunk: int | None = None,
     on_text: Callable[[str], None] | None = None,
     on_step: Callable[[], None] = lambda: None,
@@ -200,6 +202,7 @@ def answer(
             seed=seed,
             calibration=calibration,
             gates=gates,
+            precision=precision,
             store=store,  # type: ignore[arg-type]  # checked by the cache
             streamer=watch,
             pad_token_id=loaded.tokenizer.pad_token_id,

@@ -14,6 +14,7 @@ from kvkeep.core.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     from kvkeep.cli.loading import Loaded
     from kvkeep.core.policy import Policy
+    from kvkeep.core.precision import Precision
     from kvkeep.evaluation.generator import ModelGenerator
     from kvkeep.evaluation.prompts import PromptTemplate
     from kvkeep.evaluation.sampling import Sampling
@@ -110,7 +111,7 @@ class Setup:
         What to keep.
     preset, overrides, prompt
         Sampling and template by name, and single settings.
-    calibration, gates, prefill_chunk, dtype, attention, device, threads
+    calibration, gates, precision, prefill_chunk, dtype, attention, device, threads
         As for ``kvkeep generate``.
     engine, engine_options
         Who writes the samples, and arguments of that engine.
@@ -128,6 +129,7 @@ class Setup:
     prompt: str | None = None
     calibration: Path | None = None
     gates: Path | None = None
+    precision: Precision | None = None
     prefill_chunk: int | None = None
     dtype: str = "float32"
     attention: str = "sdpa"
@@ -158,9 +160,9 @@ class Setup:
         return replace(chosen, **given, preset=f"{chosen.preset} changed") if given else chosen
 
     def request(self) -> dict[str, Any]:
-        """All but the policy and the files made for it, JSON-ready: with it a run can be repeated."""
+        """All but the policy, what stores its entries and the files made for it, JSON-ready."""
         facts = {field.name: getattr(self, field.name) for field in fields(self)}
-        del facts["policy"], facts["calibration"], facts["gates"]
+        del facts["policy"], facts["calibration"], facts["gates"], facts["precision"]
         return facts
 
 
@@ -192,6 +194,7 @@ def check_engine(setup: Setup) -> None:
             if name.startswith(("repetition", "refeed"))
         },
         "--gates": setup.gates is not None,
+        "--kv-bits": setup.precision is not None,
         "--prefill-chunk": setup.prefill_chunk is not None,
         "--attention": setup.attention != "sdpa",
         "--device": setup.device != "auto",
@@ -207,6 +210,7 @@ def check_engine(setup: Setup) -> None:
 
 _INSTEAD = {
     "--threads": ", which takes the variable OMP_NUM_THREADS",
+    "--kv-bits": ", which stores all entries in one precision of its own (kv_cache_dtype)",
     "--prefill-chunk": ", which takes --engine-option max_num_batched_tokens=N",
 }
 
@@ -262,6 +266,7 @@ def make_generator(setup: Setup) -> ModelGenerator | VllmGenerator:
         sampling=sampling,
         calibration=loading.load_calibration(setup.calibration, loaded),
         gates=loading.load_gates(setup.gates, loaded),
+        precision=setup.precision,
         prefill_chunk=setup.prefill_chunk,
         log_evictions=setup.log_evictions,
     )

@@ -24,6 +24,10 @@ def generate(
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
+    kv_bits: opt.KvBits = None,
+    protect: opt.ProtectRule = None,
+    kv_group: opt.KvGroup = None,
+    kv_reserve: opt.KvReserve = None,
     prefill: opt.Prefill = None,
     prefill_chunk: opt.PrefillChunk = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
@@ -64,6 +68,7 @@ def generate(
         token_budget=token_budget,
     )
     opt.refuse_unused(chosen, amount)
+    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve)
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
 
@@ -91,6 +96,7 @@ def generate(
             calibration=statistics,
             gates=loading.load_gates(gates, loaded),
             store=store,
+            precision=precision,
             prefill_chunk=prefill_chunk,
             on_text=report.write if alone else None,
             on_step=on_step,

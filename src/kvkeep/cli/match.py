@@ -17,6 +17,7 @@ from kvkeep.core.errors import ConfigError, DataFileError
 
 if TYPE_CHECKING:
     from kvkeep.core.policy import Policy
+    from kvkeep.core.precision import Precision
     from kvkeep.evaluation.records import Run
 
 
@@ -36,6 +37,10 @@ def match(
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
+    kv_bits: opt.KvBits = None,
+    protect: opt.ProtectRule = None,
+    kv_group: opt.KvGroup = None,
+    kv_reserve: opt.KvReserve = None,
     prefill: opt.Prefill = None,
     on: Annotated[
         str, typer.Option("--match-on", help="mean_cache; prefill_cache shows how that misleads.")
@@ -56,6 +61,7 @@ def match(
     from kvkeep.evaluation.runlog import read_run
     from kvkeep.evaluation.tasks.registry import task_class
 
+    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve)
     if on not in get_args(MatchOn):
         raise ConfigError(f"--match-on {on!r} is unknown: use {' or '.join(get_args(MatchOn))}.")
     target = read_run(reference)
@@ -67,7 +73,7 @@ def match(
         raise ConfigError(f"policy {chosen.name} keeps everything: there is no budget to match.")
     low = chosen.smallest_budget(high)
     found = match_budget(
-        measuring(request_of(target, chosen, calibration, gates), target, out, batch_size),
+        measuring(request_of(target, chosen, calibration, gates, precision), target, out, batch_size),
         target,
         low=low,
         high=high,
@@ -91,7 +97,13 @@ def guess(policy: Policy, target: Run, low: int, high: int) -> int:
     return budget_for(policy, lengths, target.mean_cache, low=low, high=high)
 
 
-def request_of(target: Run, policy: Policy, calibration: Path | None, gates: Path | None = None) -> Setup:
+def request_of(
+    target: Run,
+    policy: Policy,
+    calibration: Path | None,
+    gates: Path | None = None,
+    precision: Precision | None = None,
+) -> Setup:
     """What the reference ran, with another policy.
 
     Raises
@@ -109,7 +121,9 @@ def request_of(target: Run, policy: Policy, calibration: Path | None, gates: Pat
         name: tuple((key, value) for key, value in request.get(name, ()))
         for name in ("overrides", "engine_options")
     }
-    return Setup(**{**request, **pairs}, policy=policy, calibration=calibration, gates=gates)
+    return Setup(
+        **{**request, **pairs}, policy=policy, calibration=calibration, gates=gates, precision=precision
+    )
 
 
 def measuring(setup: Setup, target: Run, out: Path, batch_size: int | None) -> Callable[[int], Run]:

@@ -13,6 +13,7 @@ from kvkeep.core.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from kvkeep.core.policy import Policy
+    from kvkeep.core.precision import Precision
 
 Model = Annotated[
     str,
@@ -72,6 +73,27 @@ Store = Annotated[
     typer.Option(
         help="dense: one block per layer. paged: pages of a shared pool, a different length per head. auto: "
         "paged where the policy needs it."
+    ),
+]
+KvBits = Annotated[
+    int | None,
+    typer.Option(
+        help="Store entries in 8, 4 or 2 bits, but for those that --protect names [full precision for all]."
+    ),
+]
+ProtectRule = Annotated[
+    str | None,
+    typer.Option(
+        "--protect",
+        help="Which entries keep full precision beside --kv-bits: range (largest value ranges), recent, "
+        "attention, policy (its highest ranks), random, none [range].",
+    ),
+]
+KvGroup = Annotated[int | None, typer.Option(help="Channels that share a scale, with --kv-bits [32].")]
+KvReserve = Annotated[
+    int | None,
+    typer.Option(
+        help="Entries per head that --protect chooses, beside sinks and newest [a quarter of the budget; 64]."
     ),
 ]
 Gates = Annotated[
@@ -176,6 +198,30 @@ def refuse_unused(policy: Policy, budget: Budget | None) -> None:
             f"{policy.name} keeps every entry, so a budget means nothing to it: --token-budget says how many "
             "entries a head reads in a step."
         )
+
+
+def make_precision(
+    bits: int | None, protect: str | None, group: int | None, reserve: int | None
+) -> Precision | None:
+    """What the flags say of few bits; ``None`` if all entries stay in full precision.
+
+    Raises
+    ------
+    ConfigError
+        If a number cannot be right, or a flag needs ``--kv-bits``.
+    """
+    from kvkeep.core.precision import Precision
+
+    given = {"protect": protect, "group": group, "reserve": reserve}
+    flags = {"protect": "--protect", "group": "--kv-group", "reserve": "--kv-reserve"}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if bits is None:
+        for name in chosen:
+            raise ConfigError(
+                f"{flags[name]} says how entries in few bits are stored: add --kv-bits 4 (or 8, 2)."
+            )
+        return None
+    return Precision(bits=bits, **chosen)
 
 
 def require_calibration(policy: Policy, given: Path | None) -> None:

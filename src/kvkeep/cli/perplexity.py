@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvkeep.cli import options as opt
+from kvkeep.core.budget import format_bytes
 from kvkeep.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvkeep.core.policy import Policy
     from kvkeep.evaluation.likelihood import WindowScore
     from kvkeep.evaluation.likelihood_summary import Estimate
+
+# The arms of a measurement.
+OWN, FULL = "own", "full"
 
 
 def perplexity(
@@ -31,6 +35,10 @@ def perplexity(
     option: opt.PolicyOptions = None,
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
+    kv_bits: opt.KvBits = None,
+    protect: opt.ProtectRule = None,
+    kv_group: opt.KvGroup = None,
+    kv_reserve: opt.KvReserve = None,
     window: Annotated[int, typer.Option(help="Tokens of a window; the rest of a text is left out.")] = 2048,
     chunk: Annotated[
         int | None,
@@ -66,6 +74,7 @@ def perplexity(
         token_budget=token_budget,
     )
     opt.refuse_unused(chosen, amount)
+    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve)
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
     if chunk is None:
@@ -87,7 +96,7 @@ def perplexity(
 
     parts = [cut(loaded.tokenizer(each, verbose=False)["input_ids"], window, limit) for each in words]
     windows = torch.cat(parts)
-    arms = {chosen.name: chosen} | ({"full": _full()} if beside_full else {})
+    arms = {OWN: (chosen, precision)} | ({FULL: (_full(), None)} if beside_full else {})
     scores: dict[str, list[WindowScore]] = {name: [] for name in arms}
     with bar() as show:
         done = 0
@@ -97,7 +106,7 @@ def perplexity(
             done += tokens
             show(done, windows.numel() * len(arms))
 
-        for name, arm in arms.items():
+        for name, (arm, store) in arms.items():
             for start in range(0, len(windows), batch_size):
                 batch = windows[start : start + batch_size]
                 scores[name] += read_windows(
@@ -109,6 +118,7 @@ def perplexity(
                     seed=seed,
                     calibration=statistics,
                     gates=trained,
+                    precision=store,
                     on_chunk=on_chunk,
                 )
     facts = {
@@ -119,6 +129,7 @@ def perplexity(
         ],
         "model": model,
         "policy": {"name": chosen.name, "options": chosen.options()},
+        "precision": None if precision is None else precision.as_dict(),
         "seed": seed,
         "window": window,
         "chunk": chunk,
@@ -143,10 +154,10 @@ def _everything(
     from kvkeep.evaluation.identity import hardware, versions, weights_sha256
     from kvkeep.evaluation.likelihood_summary import difference, summarise
 
-    own = scores[policy.name]
+    own = scores[OWN]
     more: dict[str, Any] = {**summarise(own).as_dict(), "scores": [score.as_dict() for score in own]}
-    if "full" in scores and policy.name != "full":
-        full = scores["full"]
+    if FULL in scores and (policy.name != "full" or facts["precision"]):
+        full = scores[FULL]
         more["full"] = {
             **summarise(full, own[0].full_at).as_dict(),
             "scores": [score.as_dict() for score in full],
@@ -167,15 +178,17 @@ def in_words(facts: dict[str, Any], scores: dict[str, list[WindowScore]], policy
     """The result in a few lines."""
     from kvkeep.evaluation.likelihood_summary import difference, summarise
 
-    own = scores[policy.name]
+    own = scores[OWN]
     found = summarise(own)
     asked = f", budget {policy.amount}" if policy.bounded else ""
+    if facts["precision"]:
+        asked += f", {facts['precision']['bits']} bits but for {facts['precision']['protect']}"
     lines = [
         f"{found.windows} windows of {facts['window']} tokens, {facts['model']}, {policy.name}{asked}, read "
         f"{facts['chunk']} at a time",
         f"  {nats(found.all_tokens)} nats a token, perplexity {found.perplexity:.2f}",
         f"  cache: mean {found.mean_cache:.1f}, peak {found.peak_cache} entries per head, {found.evictions} "
-        "evictions a window",
+        f"evictions a window; {format_bytes(max(score.kv_bytes for score in own))} a window at most",
     ]
     if found.before is not None and found.after is not None:
         lines.insert(
@@ -185,8 +198,8 @@ def in_words(facts: dict[str, Any], scores: dict[str, list[WindowScore]], policy
         )
     elif policy.bounded:
         lines.insert(1, "  0 evicted: the policy never came into play.")
-    if "full" in scores and policy.name != "full":
-        full, part = scores["full"], own[0].full_at
+    if FULL in scores and (policy.name != "full" or facts["precision"]):
+        full, part = scores[FULL], own[0].full_at
         beside = summarise(full, part)
         lines.append(
             f"  full cache: {nats(beside.all_tokens)} nats a token, perplexity {beside.perplexity:.2f}, mean "

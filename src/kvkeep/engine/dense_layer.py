@@ -55,7 +55,19 @@ class DenseLayer(RetentionLayer):
         query: Tensor,
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        store: DenseStore = self.stored
+        return self._attend_block(self.stored, before, step, attend, backend, module, query, options)
+
+    @staticmethod
+    def _attend_block(
+        store: DenseStore,
+        before: IntArray,
+        step: Step,
+        attend: Attend,
+        backend: str,
+        module: Any,
+        query: Tensor,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Any]:
         lens = before[:, 0].tolist()
         entries, equal = store.longest, len(set(lens)) == 1
         keys, values = store.keys[:, :, :entries], store.values[:, :, :entries]

@@ -19,8 +19,8 @@ from kvkeep.engine.step import Step
 from kvkeep.engine.trace import Counter
 from kvkeep.engine.viewing import LayerViews
 
-# Slots are added in steps of this size while a cache without a bound grows.
-_GROWTH = 256
+#: Slots are added in steps of this size while a cache without a bound grows.
+GROWTH = 256
 
 
 class Evictor:
@@ -73,7 +73,7 @@ class Evictor:
         prompt). Only a prompt above the budget takes more, until its first eviction.
         """
         if not self.policy.bounded:
-            return -(-max(entries, self.context or 0) // _GROWTH) * _GROWTH
+            return -(-max(entries, self.context or 0) // GROWTH) * GROWTH
         return self._until_evicted(entries, max(self.limit(row) for row in range(len(self.rows.seq_lens))))
 
     def most(self, row: int, entries: int = 0) -> int:
@@ -103,12 +103,16 @@ class Evictor:
         return self._evict(layers, self._due(layers, step))
 
     def before_token(self, layers: Sequence[RetentionLayer]) -> bool:
-        """A generated token is about to be stored: evict the prompt if that has been put off."""
-        if not self.rows.prompt_waits or not self.policy.bounded:
+        """A generated token is about to be stored: evict the prompt, or round it, if that has been put "
+        "off."""
+        if not self.rows.prompt_waits:
             return False
         self.rows.prompt_waits = False
         groups = [layers] if self.traits.scope == "model" else [[layer] for layer in layers]
-        return any([self._evict(group, self._above_limit(group)) for group in groups])
+        evicted = self.policy.bounded and any(
+            [self._evict(group, self._above_limit(group)) for group in groups]
+        )
+        return any([layer.demote() for layer in layers]) or evicted
 
     def _above_limit(self, layers: Sequence[RetentionLayer]) -> list[int]:
         return [row for row, stored in enumerate(_mean_entries(layers)) if stored > self.limit(row)]

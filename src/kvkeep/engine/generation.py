@@ -11,6 +11,7 @@ from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
 from kvkeep.engine.arguments import require_model
 from kvkeep.engine.fitting import StoreKind
 from kvkeep.engine.repetition import Repetition, RepetitionWarper
@@ -57,6 +58,9 @@ def generate(
     gates: Any = None,
     store: StoreKind = "auto",
     repetition: Repetition | None = None,
+    bits: int | None = None,
+    protect: str = "range",
+    precision: Precision | None = None,
     **options: Any,
 ) -> tuple[Tensor, RetentionCache]:
     """Run ``model.generate`` on a fresh cache, with ratios and sizes resolved for this very call.
@@ -72,7 +76,7 @@ def generate(
         rows are padded (on the left).
     max_new_tokens
         Most tokens to write per sequence. A budget given as a ratio refers to prompt and new tokens.
-    seed, sequence_ids, calibration, gates, store
+    seed, sequence_ids, calibration, gates, store, bits, protect, precision
         As in :class:`~kvkeep.RetentionCache`.
     repetition
         Raise the temperature of texts that repeat themselves; needs ``do_sample=True``.
@@ -114,6 +118,9 @@ def generate(
         context=max(lengths) + max_new_tokens,
         rows=rows * copies,
         store=store,
+        bits=bits,
+        protect=protect,
+        precision=precision,
     )
     if cache.wants_entropy:
         processors.insert(0, EntropyNote(cache))

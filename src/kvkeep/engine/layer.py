@@ -53,7 +53,7 @@ class RetentionLayer(CacheLayerMixin):
     def forget(self) -> None:
         """Back to the state before the first token."""
         self.store: Any = None
-        self.recorder = Recorder(self.cache.traits, self.cache.rope)
+        self.recorder = Recorder(self.cache.recorded, self.cache.rope)
         self.deferred = DeferredGates(self.cache.gates, self.index)
         self.evictions: list[int] = []
         #: What the newest forward read, where that is less than everything stored.
@@ -266,6 +266,10 @@ class RetentionLayer(CacheLayerMixin):
     @abstractmethod
     def _compact(self, rows: Sequence[int], decision: KeepDecision, kept: Sequence[int]) -> None:
         """Move what stays together."""
+
+    def demote(self) -> bool:
+        """Write entries down in few bits, where the layer does that and it is time; whether it did."""
+        return False
 
     # -- rows -----------------------------------------------------------------------------------
 

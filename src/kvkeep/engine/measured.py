@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvkeep.cache.quantized import MixedStore
 from kvkeep.cache.store import allocated
 from kvkeep.core.arrays import FloatArray
 from kvkeep.engine.trace import Trace
@@ -74,4 +75,13 @@ def trace_of(cache: RetentionCache) -> Trace:
         ),
         native_bytes=native,
         layers=cache.spec.managed,
+        precision="" if cache.precision is None else str(cache.precision),
+        few_bits_entries=max(
+            (
+                layer.store.low.longest
+                for layer in cache.managed_layers
+                if isinstance(layer.store, MixedStore)
+            ),
+            default=0,
+        ),
     )

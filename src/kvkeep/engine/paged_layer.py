@@ -58,11 +58,23 @@ class PagedLayer(RetentionLayer):
         query: Tensor,
         options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        store: PagedStore = self.stored
+        return self._attend_paged(self.stored, before, step, attend, backend, module, query, options)
+
+    def _attend_paged(
+        self,
+        store: PagedStore,
+        before: IntArray,
+        step: Step,
+        attend: Attend,
+        backend: str,
+        module: Any,
+        query: Tensor,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Any]:
         plain = all(options.get(name) is None for name in _UNKNOWN) and not options.get("dropout")
         one_each = step.query_len == 1 and not step.padded
         if one_each and plain and backend != "eager" and not query.requires_grad:
-            return self._attend_pages(query, options.get("scaling")), None
+            return self._attend_pages(store, query, options.get("scaling")), None
         stored = store.padded(None, "keys", "values")
         mask = self._mask(before, step, query, stored["keys"].shape[2])
         if backend == "eager":
@@ -71,9 +83,9 @@ class PagedLayer(RetentionLayer):
             attend = stock_attention("sdpa", module)
         return attend(module, query, stored["keys"], stored["values"], mask, **options)
 
-    def _attend_pages(self, query: Tensor, scaling: float | None) -> Tensor:
+    @staticmethod
+    def _attend_pages(store: PagedStore, query: Tensor, scaling: float | None) -> Tensor:
         """One new token: ``[batch, heads, 1, head_dim]`` in, ``[batch, 1, heads, value_dim]`` out."""
-        store: PagedStore = self.stored
         batch, heads, _, dim = query.shape
         sequences = batch * store.heads
         output = paged_attention(

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.paged import PagedStore
+from kvkeep.cache.quantized import MixedStore
 from kvkeep.core.budget import Budget
 from kvkeep.core.errors import DataFileError, UnsupportedError
 from kvkeep.core.files import read_tensors, write_tensors
 from kvkeep.core.policy import Policy
+from kvkeep.engine.mixed_layer import MixedLayer
 from kvkeep.engine.recording import MomentSums, QueryRing
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.trace import Counter
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.retention_cache import RetentionCache
 
 _KIND = "cache"
-_FORMAT = 2
+_FORMAT = 3
 
 
 def save_cache(cache: RetentionCache, path: str | os.PathLike[str]) -> None:
@@ -41,6 +43,7 @@ def save_cache(cache: RetentionCache, path: str | os.PathLike[str]) -> None:
         "policy": cache.policy.name,
         "options": _plain_options(cache.policy),
         "store": cache.store_kind,
+        "precision": _precision(cache),
         "gates": _gates(cache),
         "seed": cache.seed,
         "layers": layers,
@@ -65,6 +68,7 @@ def load_cache(cache: RetentionCache, path: str | os.PathLike[str], device: torc
         "policy": cache.policy.name,
         "options": _plain_options(cache.policy),
         "store": cache.store_kind,
+        "precision": _precision(cache),
         "gates": _gates(cache),
     }
     differing = [
@@ -100,6 +104,10 @@ def _shape(cache: RetentionCache) -> dict[str, Any]:
     }
 
 
+def _precision(cache: RetentionCache) -> dict[str, Any] | None:
+    return None if cache.precision is None else cache.precision.as_dict()
+
+
 def _gates(cache: RetentionCache) -> str | None:
     """Hash of the gates: entries that other gates have weighed cannot be ranked with new ones."""
     gates = cache.gates if cache.block_gates is None else cache.block_gates
@@ -122,16 +130,17 @@ def _save_layer(layer: RetentionLayer, prefix: str, tensors: dict[str, Tensor]) 
     if store is None:
         return None
     layer.settle()
-    # Copied: slices of one storage would be written whole.
-    entries = store.packed() if isinstance(store, PagedStore) else store.padded()
-    tensors |= {prefix + name: tensor.clone() for name, tensor in entries.items()}
+    for part, content in _parts(store).items():
+        # Copied: slices of one storage would be written whole.
+        entries = content.packed() if isinstance(content, PagedStore) else content.padded()
+        tensors |= {prefix + part + name: tensor.clone() for name, tensor in entries.items()}
     if recorder.ring is not None:
         queries, positions = recorder.ring.ordered()
         tensors |= {prefix + "queries": queries.clone(), prefix + "query_positions": positions.clone()}
     if recorder.sums is not None:
         tensors |= {prefix + f"sums.{name}": getattr(recorder.sums, name) for name in MomentSums.STATE}
     return {
-        "held": store.held.tolist(),
+        "held": {part: content.held.tolist() for part, content in _parts(store).items()},
         "extras": list(store.extras),
         "evictions": layer.evictions,
         "unsummed": recorder.unsummed,
@@ -142,8 +151,11 @@ def _load_layer(
     layer: RetentionLayer, prefix: str, tensors: dict[str, Tensor], state: dict[str, Any]
 ) -> None:
     names = ("keys", "values", "positions", *(f"extra.{name}" for name in state["extras"]))
-    entries = {name: tensors[prefix + name] for name in names}
-    layer.restore_store(entries, state["held"])
+    parts = {part: {name: tensors[prefix + part + name] for name in names} for part in state["held"]}
+    if isinstance(layer, MixedLayer):
+        layer.restore_parts(*({part[:-1]: each[part] for part in parts} for each in (parts, state["held"])))
+    else:
+        layer.restore_store(parts[""], state["held"][""])
     recorder = layer.recorder
     layer.evictions, recorder.unsummed = state["evictions"], state["unsummed"]
     if prefix + "queries" in tensors:
@@ -155,6 +167,11 @@ def _load_layer(
         recorder.sums = MomentSums(tensors[prefix + "sums.total"][:, :, None], rope)
         for name in MomentSums.STATE:
             setattr(recorder.sums, name, tensors[prefix + f"sums.{name}"])
+
+
+def _parts(store: Any) -> dict[str, Any]:
+    """The stores of a layer by the prefix of their names in a file: one, or both parts of a mixed one."""
+    return {"full.": store.full, "low.": store.low} if isinstance(store, MixedStore) else {"": store}
 
 
 def _save_native(layer: Any, index: int, tensors: dict[str, Tensor], layers: dict[str, Any]) -> None:

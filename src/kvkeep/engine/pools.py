@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache.pages import PagePool
 from kvkeep.core.arrays import IntArray
+from kvkeep.core.precision import Precision
 from kvkeep.engine.evictor import Evictor
 
 
@@ -36,10 +38,19 @@ class Pools:
         Entries per page.
     extras
         Numbers kept per entry.
+    precision
+        Of a cache with entries in few bits, which have a pool of their own.
     """
 
-    def __init__(self, evictor: Evictor, layers: int, page_size: int, extras: Sequence[str]) -> None:
-        self.evictor, self.layers = evictor, layers
+    def __init__(
+        self,
+        evictor: Evictor,
+        layers: int,
+        page_size: int,
+        extras: Sequence[str],
+        precision: Precision | None = None,
+    ) -> None:
+        self.evictor, self.layers, self.precision = evictor, layers, precision
         self.page_size, self.extras = page_size, tuple(extras)
         self._pools: dict[Any, PagePool] = {}
 
@@ -66,9 +77,12 @@ class Pools:
         first
             The layer holds nothing yet.
         """
-        traits, steady = self.evictor.traits, self._steady(len(fresh), heads)
+        traits, steady = self.evictor.traits, self._steady(len(fresh), heads, pool)
         new = heads * sum(self._pages(count) for count in fresh)
-        if steady and traits.trigger.prefill == "chunk":
+        at_once = self.precision is not None and traits.trigger.prefill != "after"
+        if not self.evictor.policy.bounded:
+            steady = 0
+        if (steady and traits.trigger.prefill == "chunk") or at_once:
             alone = traits.scope == "layer"
             waiting = 1 if alone else self.layers - place
             pool.grow(max(steady + new if alone else steady, pool.used + new * waiting))
@@ -81,19 +95,31 @@ class Pools:
     def make_room_again(self, pool: PagePool, held: IntArray) -> None:
         """Lay pages out for a layer that a file held, ``[batch, kv_heads]`` entries."""
         pages = int(self._pages(held).sum())
-        steady = self._steady(*held.shape)
+        rows, heads = held.shape
+        steady = self._steady(rows, heads, pool)
         # Without a bound all layers hold equally many; with one, ragged layers need just their own pages.
         pool.grow(max(steady, pool.used + pages) if steady else pages * self.layers)
 
     def _pages(self, entries: Any) -> Any:
         return -(-entries // self.page_size)
 
-    def _steady(self, rows: int, heads: int) -> int:
+    def _most(self, rows: int, pool: PagePool) -> list[int]:
+        """Entries per head that a pool holds for each row while it decodes inside the budget; 0: no bound."""
+        evictor, precision = self.evictor, self.precision
+        bounded = evictor.policy.bounded
+        most = [evictor.most(row) if bounded else 0 for row in range(rows)]
+        if precision is None:
+            return most
+        if pool.keys.dtype == torch.uint8:
+            return [max(0, evictor.limit(row) - precision.full) if bounded else 0 for row in range(rows)]
+        full = precision.full + evictor.policy.buffer
+        return [min(each, full) if bounded else full for each in most]
+
+    def _steady(self, rows: int, heads: int, pool: PagePool) -> int:
         """Pages that decoding inside the budget needs at most; 0 for a cache without a bound."""
-        policy = self.evictor.policy
-        if not policy.bounded:
+        most = self._most(rows, pool)
+        if not any(most):
             return 0
-        most = [self.evictor.most(row) for row in range(rows)]
         if self.evictor.traits.ragged:
             # However the entries are spread, no head wastes more than one page.
             full = sum(most) * self.layers * heads // self.page_size
@@ -106,6 +132,6 @@ class Pools:
             if not pool.stores:
                 continue
             layers = len(pool.stores)
-            steady = self._steady(rows, pool.stores[0].heads) * layers // self.layers
+            steady = self._steady(rows, pool.stores[0].heads, pool) * layers // self.layers
             if steady and pool.capacity > max(steady, pool.used):
                 pool.shrink(steady)

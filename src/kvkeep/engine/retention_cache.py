@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvkeep.core.errors import CacheError, ConfigError, UnsupportedError
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
 from kvkeep.engine.arguments import (
     require_calibration,
     require_gates,
@@ -27,6 +28,8 @@ from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.fitting import StoreKind, fit, store_kind
 from kvkeep.engine.layer import RetentionLayer
 from kvkeep.engine.measured import allocated_bytes, reads_of, trace_of
+from kvkeep.engine.mixed_layer import MixedDenseLayer, MixedPagedLayer
+from kvkeep.engine.mixing import recorded_traits, refuse_precision, settled_precision, wanted_precision
 from kvkeep.engine.paged_layer import PagedLayer
 from kvkeep.engine.persistence import load_cache, save_cache
 from kvkeep.engine.pools import Pools, spare_entries
@@ -82,6 +85,11 @@ class RetentionCache(Cache):
     on_eviction
         Called with an :class:`~kvkeep.engine.eviction.Eviction` for each layer that evicts, before anything
         moves: what the policy saw and what it decided. It watches; it changes nothing.
+    bits, protect
+        Write entries down in 8, 4 or 2 bits; those that ``protect`` names keep full precision: ``"range"``
+        (largest value ranges), ``"recent"``, ``"attention"``, ``"policy"``, ``"random"`` or ``"none"``.
+    precision
+        The same with every number: a :class:`~kvkeep.Precision` instead of ``bits`` and ``protect``.
 
     Raises
     ------
@@ -114,6 +122,9 @@ class RetentionCache(Cache):
         store: StoreKind = "auto",
         page_size: int = 32,
         on_eviction: Observer | None = None,
+        bits: int | None = None,
+        protect: str = "range",
+        precision: Precision | None = None,
     ) -> None:
         require_model(model)
         if not isinstance(policy, Policy):
@@ -131,6 +142,8 @@ class RetentionCache(Cache):
         self.dtype = model.dtype
         self.store_kind, self._page_size = store_kind(store, policy), page_size
         heads = (rows or 1) * self.spec.kv_heads * len(self.spec.managed)
+        asked = wanted_precision(bits, protect, precision)
+        refuse_precision(asked, policy, self.spec)
         budget = policy.amount.resolve(
             context=context,
             rows=rows,
@@ -143,13 +156,18 @@ class RetentionCache(Cache):
             _ = budget.count  # raises while a ratio or a size is unresolved
             policy = policy.with_budget(budget)
         self.policy, self.traits = policy, policy.traits
+        #: What stays in full precision, and the bits of the rest; ``None``: all stays.
+        self.precision = settled_precision(asked, policy)
+        #: What layers record: what the policy asks for, and the rule of ``protect``.
+        self.recorded = recorded_traits(self.traits, self.precision)
         self._context, self._profile, self._trace_rows = context, profile, trace_rows
         self._on_eviction = on_eviction
         #: Numbers that are kept per entry beside key, value and position.
         self.extras = tuple(name for name in ("attention_sum", "log_retention") if getattr(self.traits, name))
         self.rope, self.calibration = fit(policy, model, self.spec, calibration, gates)
         dense = DenseLayer if self.traits.reads is None else SparseLayer
-        kind = PagedLayer if self.store_kind == "paged" else dense
+        kinds = (dense, PagedLayer) if asked is None else (MixedDenseLayer, MixedPagedLayer)
+        kind: type[RetentionLayer] = kinds[self.store_kind == "paged"]
         #: The gates, if the policy asks for what they say.
         self.gates = gates if self.traits.log_retention else None
         #: The block gates, if the policy is a selector that asks for them.
@@ -159,7 +177,7 @@ class RetentionCache(Cache):
             tap(model, self.spec, self)
         native = DynamicCache(config=self.spec.config).layers
         place = {index: place for place, index in enumerate(self.spec.managed)}
-        layers = [
+        layers: list[Any] = [
             kind(self, index, place[index]) if index in place else layer for index, layer in enumerate(native)
         ]
         super().__init__(layers=layers)
@@ -182,7 +200,7 @@ class RetentionCache(Cache):
             profile=self._profile,
             observer=self._on_eviction,
         )
-        self.pools = Pools(self.evictor, len(self.spec.managed), self._page_size, self.extras)
+        self.pools = Pools(self.evictor, len(self.spec.managed), self._page_size, self.extras, self.precision)
         self._step: Step | None = None
 
     def restore_state(self, rows: Rows, counter: Counter) -> None:
@@ -227,8 +245,15 @@ class RetentionCache(Cache):
         if last:
             counter.peak_bytes = max(counter.peak_bytes, allocated_bytes(self)[0])
         evicted = self.evictor.after_layer(layer, step)
+        # A prompt that is evicted as a whole, once it has been read, is left as it is until then.
+        waits = step.query_len > 1 and self.traits.trigger.prefill == "after"
+        if self.traits.scope == "layer" and not waits:
+            evicted = layer.demote() or evicted
         if last:
-            if self.evictor.after_model(layers, step) or evicted:
+            evicted = self.evictor.after_model(layers, step) or evicted
+            if self.traits.scope == "model" and not waits:
+                evicted = any([each.demote() for each in layers]) or evicted
+            if evicted:
                 self.pools.give_back(held.shape[0])
             # A prompt of a single token is read, not decoded.
             decode = step.query_len == 1 and not self.rows.reading_prompt

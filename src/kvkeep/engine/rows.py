@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.core.errors import CacheError, ConfigError
 
-_PER_ROW = ("seq_lens", "prompt_lens", "sequence_ids", "evicted_at", "entropy")
+_PER_ROW = ("seq_lens", "prompt_lens", "sequence_ids", "evicted_at", "demoted_at", "entropy")
 
 
 @dataclass
@@ -26,6 +26,8 @@ class Rows:
         Tokens seen at the row's last eviction (0: none yet).
     entropy
         Nats of the distribution that each row's next token is drawn from, where somebody said so.
+    demoted_at
+        Tokens seen when entries of the row were last written down in few bits (0: never).
     columns
         Columns seen, padding included: what transformers derives positions from.
     reading_prompt
@@ -39,6 +41,7 @@ class Rows:
     sequence_ids: list[int] = field(default_factory=list)
     evicted_at: list[int] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
+    demoted_at: list[int] = field(default_factory=list)
     columns: int = 0
     reading_prompt: bool = True
     prompt_waits: bool = False
@@ -64,6 +67,7 @@ class Rows:
                 raise ConfigError(f"{len(chosen)} sequence_ids were given for a batch of {batch} sequences.")
             self.sequence_ids = chosen
             self.seq_lens, self.prompt_lens, self.evicted_at = [0] * batch, [0] * batch, [0] * batch
+            self.demoted_at = [0] * batch
         if batch != len(self.seq_lens):
             raise CacheError(
                 f"this cache holds {len(self.seq_lens)} sequences and was given {batch}: use one cache "
@@ -85,13 +89,18 @@ class Rows:
             if values:
                 setattr(self, name, [values[row] for row in index])
 
+    def demoted(self, rows: Sequence[int]) -> None:
+        """Note that entries of some rows are written down in few bits now."""
+        for row in rows:
+            self.demoted_at[row] = self.seq_lens[row]
+
     def lens_without(self, removed: int) -> list[int]:
         """Tokens seen per row, were the newest ``removed`` forgotten.
 
         Raises
         ------
         CacheError
-            If that reaches back past an eviction: what was evicted cannot be brought back.
+            If that reaches back past an eviction, or past a rounding to few bits: what is gone is gone.
         """
         lens = [seen - removed for seen in self.seq_lens]
         if any(length < max(evicted, 0) for length, evicted in zip(lens, self.evicted_at, strict=True)):
@@ -99,6 +108,13 @@ class Rows:
                 f"cannot crop {removed} tokens: the last eviction happened after "
                 f"{max(self.evicted_at, default=0)} tokens, and what it evicted is gone. Crop less, or "
                 "evict less often (a larger budget or buffer)."
+            )
+        if any(length < before for length, before in zip(lens, self.demoted_at, strict=False)):
+            raise CacheError(
+                f"cannot crop {removed} tokens: after {max(self.demoted_at)} tokens entries were "
+                "written down in few bits, and what they lost is gone. Crop less, or round less often (a "
+                "larger "
+                "buffer)."
             )
         return lens
 

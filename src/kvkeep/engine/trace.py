@@ -45,6 +45,10 @@ class Trace:
         bytes of layers that keep their own cache.
     layers
         Indices of the managed layers.
+    precision
+        What stays in full precision, and the bits of the rest; empty if all stays.
+    few_bits_entries
+        Entries that the fullest head holds in few bits now.
     """
 
     policy: str
@@ -64,6 +68,8 @@ class Trace:
     metadata_bytes: int
     native_bytes: int
     layers: tuple[int, ...]
+    precision: str = ""
+    few_bits_entries: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -77,6 +83,7 @@ class Trace:
             f"{self.policy}: asked {self.requested}, measured mean {self.mean_entries:.1f} and peak "
             f"{self.peak_entries} entries per head{read}, {format_bytes(self.kv_bytes)} (peak "
             f"{format_bytes(self.peak_kv_bytes)}), {evicted}"
+            + (f"; {self.few_bits_entries} entries per head in {self.precision}" if self.precision else "")
         )
 
 

@@ -41,6 +41,7 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
     recorded: dict[str, Any] = {}
     if traits.queries and ring is not None:
         queries, times = ring.ordered()
+        queries, times = queries[:, :, -traits.queries :], times[:, -traits.queries :]
         recorded |= {"queries": take(queries), "query_positions": take(times)}
     if traits.attention_sum:
         recorded["attention_sum"] = stored["extra.attention_sum"]

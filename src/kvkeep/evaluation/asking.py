@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
 from kvkeep.evaluation.identity import plain
 from kvkeep.evaluation.prompts import PromptTemplate
 from kvkeep.evaluation.sampling import Sampling
@@ -32,6 +33,7 @@ def header_facts(
     sampling: Sampling,
     calibration_sha256: str | None,
     gates_sha256: str | None,
+    precision: Precision | None = None,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What a generator says in the header of its runs (see :class:`~kvkeep.evaluation.records.RunHeader`).
@@ -42,6 +44,8 @@ def header_facts(
         Of the model.
     calibration_sha256, gates_sha256
         Of files that the policy may read; left out of the header if it reads none.
+    precision
+        Of the stored entries.
     extra
         What only this engine has to say.
     """
@@ -56,6 +60,7 @@ def header_facts(
         "sampling": sampling.as_dict(),
         "calibration_sha256": calibration_sha256 if traits.calibration else None,
         "gates_sha256": gates_sha256 if traits.gated else None,
+        "precision": None if precision is None else precision.as_dict(),
         "extra": {
             "prompt": template.name,
             "draws_differ_by": "policy" if sampling.greedy else "sampling",

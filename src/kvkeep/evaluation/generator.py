@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.spec import model_spec
 from kvkeep.evaluation.asking import as_text, encode, header_facts
@@ -131,6 +132,8 @@ class ModelGenerator:
         How tokens are drawn, and length limits.
     calibration, gates
         For policies that need them.
+    precision
+        Entries in few bits.
     prefill_chunk
         Read prompts so many tokens at a time.
     log_evictions
@@ -153,6 +156,7 @@ class ModelGenerator:
         sampling: Sampling,
         calibration: Any = None,
         gates: Any = None,
+        precision: Precision | None = None,
         prefill_chunk: int | None = None,
         log_evictions: bool = False,
     ) -> None:
@@ -160,6 +164,7 @@ class ModelGenerator:
         self.policy, self.template, self.sampling = checked(policy), template, sampling
         self.calibration, self.gates, self.prefill_chunk = calibration, gates, prefill_chunk
         self.log_evictions = log_evictions
+        self.precision = precision
         self._spec = model_spec(model.config)
         self._end_tokens = end_tokens(model, tokenizer)
         self._weights: str | None = None
@@ -195,6 +200,7 @@ class ModelGenerator:
             sampling=self.sampling,
             calibration_sha256=None if self.calibration is None else str(self.calibration.sha256),
             gates_sha256=None if self.gates is None else str(self.gates.sha256),
+            precision=self.precision,
             extra={
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "prefill_chunk": self.prefill_chunk,
@@ -213,6 +219,7 @@ class ModelGenerator:
             sequence_ids=[job.sequence_id for job in jobs],
             calibration=self.calibration,
             gates=self.gates,
+            precision=self.precision,
             trace_rows=True,
             on_eviction=log,
         )

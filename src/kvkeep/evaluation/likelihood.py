@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.retention_cache import RetentionCache
 from kvkeep.engine.surprise import entropy_of
@@ -46,6 +47,8 @@ class WindowScore:
         First chunk that was read after an eviction; ``None`` if nothing was evicted before the last chunk.
     evictions
         Rounds of eviction.
+    kv_bytes
+        Bytes allocated at most for keys and values of the window's batch, divided by its windows.
     """
 
     name: int
@@ -55,6 +58,7 @@ class WindowScore:
     peak: int
     full_at: int | None
     evictions: int
+    kv_bytes: int = 0
 
     def part(self, start: int | None = None, stop: int | None = None) -> tuple[float, int]:
         """Nats and tokens of the chunks ``start`` to ``stop`` (not included)."""
@@ -149,6 +153,7 @@ def read_windows(
     seed: int = 0,
     calibration: Any = None,
     gates: Any = None,
+    precision: Precision | None = None,
     on_chunk: Callable[[int], None] = lambda tokens: None,
 ) -> list[WindowScore]:
     """Read some windows as one batch; each is a sequence of its own.
@@ -163,7 +168,7 @@ def read_windows(
         Tokens per forward, and the distance of evictions; 1 decodes, with the policy's own trigger.
     names
         Names of the windows, for results and random numbers; default: 0, 1, 2 …
-    seed, calibration, gates
+    seed, calibration, gates, precision
         As in :class:`~kvkeep.RetentionCache`.
     on_chunk
         Called after each forward with the tokens it has read, over all rows.
@@ -186,6 +191,7 @@ def read_windows(
         rows=rows,
         calibration=calibration,
         gates=gates,
+        precision=precision,
     )
     windows = windows.to(model.device)
     nats: list[list[float]] = []
@@ -222,6 +228,7 @@ def read_windows(
             peak=trace.peak_entries,
             full_at=full_at,
             evictions=trace.evictions // rows,
+            kv_bytes=trace.peak_kv_bytes // rows,
         )
         for row, name in enumerate(names)
     ]

@@ -178,6 +178,8 @@ class RunHeader(_Plain):
         ``None`` if it reads none.
     gates_sha256
         Hash of the gates that the policy read (:attr:`kvkeep.gates.RetentionGates.sha256`), or ``None``.
+    precision
+        Settings of the :class:`kvkeep.Precision` of the stored entries; ``None``: all in the model's own.
     preregistration
         Content hash of the frozen pre-registration this run belongs to.
     extra
@@ -210,6 +212,7 @@ class RunHeader(_Plain):
     command: Iterable[str] = ()
     calibration_sha256: str | None = None
     gates_sha256: str | None = None
+    precision: Mapping[str, Any] | None = None
     preregistration: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     format: int = FORMAT

@@ -42,6 +42,12 @@ class SharedReading(Cache):
                     f"{cache.policy.name} with prefill='chunk' evicts while the prompt is read, so it cannot "
                     "share the reading: use prefill='after' or 'defer', or read alone."
                 )
+            if cache.precision is not None and cache.traits.trigger.prefill != "after":
+                raise ConfigError(
+                    f"{cache.policy.name} writes a prompt down in few bits while it is read, so it cannot "
+                    "share "
+                    "the reading: use prefill='after', or read alone."
+                )
             if cache.rows.seq_lens:
                 raise ConfigError(f"{cache.policy.name} has read something already: give empty caches.")
         columns = zip(*(cache.layers for cache in readers), strict=True)

@@ -235,6 +235,10 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[list[tuple[Cell, 
             for field, (given, registered_as) in facts.items()
             if given != registered_as
         ]
+    if header.precision is not None:
+        reasons.append(
+            f"{name}: entries are in few bits, which studies cannot register yet: {header.precision}"
+        )
     return found, reasons
 
 

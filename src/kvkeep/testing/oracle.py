@@ -4,7 +4,8 @@ One run goes through the :class:`~kvkeep.RetentionCache` and writes down which p
 could see, per layer, row and KV head. A second run, over a plain cache that keeps everything, hides all
 other positions in a naive float64 softmax. Where evictions changed values (merging), the second run sees the
 changed ones at their positions. If storage, compaction, masks and positions are right, the logits agree.
-Nothing of kvkeep's attention, storage or masks takes part in the second run.
+Nothing of kvkeep's attention, storage or masks takes part in the second run. Entries that the first run had
+in few bits are rounded in the second one by the formula, each vector from what it was at first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
 from kvkeep.engine.attention import attention_name, restore, set_attention
 from kvkeep.testing.models import left_padded, tokens
 from kvkeep.testing.watching import Replaced, WatchedCache, feed, pieces
@@ -31,6 +33,8 @@ _NAME = "kvkeep_oracle"
 
 # Visibility of the forward in progress: layer -> bool [batch, heads or kv_heads, queries, columns].
 _visible: ContextVar[dict[int, Tensor]] = ContextVar("visible")
+# Likewise which columns count rounded, bool [batch, kv_heads, columns], and how.
+_rounded: ContextVar[tuple[dict[int, Tensor], Precision | None]] = ContextVar("rounded", default=({}, None))
 
 # Changed values of the forward in progress: layer -> which [batch, kv_heads, columns], and their values.
 _changed: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("changed")
@@ -50,7 +54,8 @@ def _attention(
     if module.layer_idx in _changed.get():
         which, values = (each[:, :, : value.shape[2]] for each in _changed.get()[module.layer_idx])
         value = torch.where(which[..., None], values.to(value.dtype), value)
-    q, k, v = query.double(), *(each.double().repeat_interleave(group, 1) for each in (key, value))
+    key, value = (_as_stored(each.double(), module.layer_idx) for each in (key, value))
+    q, k, v = query.double(), *(each.repeat_interleave(group, 1) for each in (key, value))
     logits = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
     visible = _visible.get().get(module.layer_idx)
     visible = (
@@ -66,6 +71,18 @@ def _attention(
     # A padding column of a sliding layer may see nothing at all.
     shares = logits.softmax(-1)[..., : k.shape[2]].nan_to_num(0.0)
     return (shares @ v).transpose(1, 2).contiguous().to(query.dtype), None
+
+
+def _as_stored(vectors: Tensor, layer: int) -> Tensor:
+    """Keys or values ``[batch, kv_heads, columns, dim]``, rounded where the first run had few bits."""
+    layers, precision = _rounded.get()
+    if precision is None or layer not in layers:
+        return vectors
+    groups = vectors.unflatten(-1, (-1, precision.group))
+    low = groups.amin(-1, keepdim=True).half().double()
+    step = ((groups.amax(-1, keepdim=True) - low) / (2**precision.bits - 1)).half().double()
+    codes = ((groups - low) / step.clamp(min=1e-12)).round().clamp(0, 2**precision.bits - 1)
+    return torch.where(layers[layer][..., None], (low + codes * step).flatten(-2), vectors)
 
 
 def _mask(**options: Any) -> Tensor | None:
@@ -111,6 +128,16 @@ def _change(
     values[new.row, new.head, columns] = new.values
 
 
+def _columns(found: list[list[Tensor]], mask: Tensor, end: int) -> Tensor:
+    """bool ``[batch, kv_heads, end]``: the columns of some positions."""
+    marked = torch.zeros(len(found), len(found[0]), end, dtype=torch.bool)
+    for row, heads in enumerate(found):
+        columns = mask[row, :end].nonzero()[:, 0]
+        for head, positions in enumerate(heads):
+            marked[row, head, columns[positions]] = True
+    return marked
+
+
 def replay(
     model: PreTrainedModel,
     seen: Sequence[dict[int, list[list[Tensor]]]],
@@ -118,6 +145,8 @@ def replay(
     mask: Tensor,
     lengths: Sequence[int],
     replaced: Sequence[Replaced] = (),
+    rounded: Sequence[dict[int, list[list[Tensor]]]] | None = None,
+    precision: Precision | None = None,
 ) -> list[Tensor]:
     """Run a model over the tokens of an earlier run, seeing only what that run could see.
 
@@ -129,6 +158,8 @@ def replay(
         As for :func:`feed`.
     replaced
         Values that evictions changed, as :class:`WatchedCache` wrote them down.
+    rounded, precision
+        What it had in few bits, as :class:`WatchedCache` wrote it down, and how.
     """
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -140,6 +171,10 @@ def replay(
                 if each.since == forward:
                     _change(changed, each, model, mask)
             values = _changed.set(changed)
+            few = {} if rounded is None else rounded[forward]
+            coarse = _rounded.set(
+                ({layer: _columns(found, mask, end) for layer, found in few.items()}, precision)
+            )
             token = _visible.set(
                 {layer: _visibility(positions, mask, start, end) for layer, positions in layers.items()}
             )
@@ -148,16 +183,28 @@ def replay(
             finally:
                 _visible.reset(token)
                 _changed.reset(values)
+                _rounded.reset(coarse)
             start = end
     return logits
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a run was from its oracle: largest difference of logits, and evictions carried out."""
+    """How far a run was from its oracle.
+
+    Parameters
+    ----------
+    largest
+        Largest difference of logits.
+    evictions
+        Carried out.
+    rounded
+        Entries that had been in few bits when the run ended, in all layers, rows and heads.
+    """
 
     largest: float
     evictions: int
+    rounded: int = 0
 
 
 def oracle_gap(
@@ -201,7 +248,8 @@ def oracle_gap(
     ours = feed(model, cache, ids, mask, lengths)
     cache.check_integrity()
     restore(model)
-    theirs = replay(model, cache.seen, ids, mask, lengths, cache.replaced)
+    theirs = replay(model, cache.seen, ids, mask, lengths, cache.replaced, cache.rounded, cache.precision)
     real = mask.bool()
     gap = (torch.cat(ours, 1) - torch.cat(theirs, 1))[real].abs().max()
-    return Gap(float(gap), cache.trace.evictions)
+    few = sum(len(head) for rows in cache.rounded[-1].values() for row in rows for head in row)
+    return Gap(float(gap), cache.trace.evictions, few)

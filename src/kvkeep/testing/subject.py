@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
 from kvkeep.engine.fitting import StoreKind
 from kvkeep.testing.models import left_padded, random_block_gates, random_gates, tiny_model, tokens
 from kvkeep.testing.watching import Eviction, WatchedCache, feed, pieces
@@ -65,13 +66,18 @@ class Subject:
         Its budget is a count, small enough for a tiny model (24 with a buffer of 8, say).
     store
         Where entries live, as for the cache.
+    precision
+        Likewise; groups of 8 or 16 fit the tiny models.
     """
 
     policy: Policy
     store: StoreKind = "auto"
+    precision: Precision | None = None
 
     @classmethod
-    def of(cls, given: PolicyOrFactory, *, store: StoreKind = "auto") -> Subject:
+    def of(
+        cls, given: PolicyOrFactory, *, store: StoreKind = "auto", precision: Precision | None = None
+    ) -> Subject:
         """A policy as it is, a class with ``budget=24, buffer=8``, or whatever a function returns."""
         if isinstance(given, type):
             given = given(budget=24, buffer=8)
@@ -83,7 +89,7 @@ class Subject:
             raise ConfigError("the suite needs a budget that is a count: budget=24, buffer=8 runs fast.")
         if store == "paged" and given.traits.reads is not None:
             raise SkipTest(f"{given.name} reads blocks of the dense store")
-        return cls(given, store)
+        return cls(given, store, precision)
 
     @property
     def prompts(self) -> tuple[int, int, int]:
@@ -119,7 +125,7 @@ class Subject:
         if traits.reads is not None and traits.reads.gates:
             needed["gates"] = random_block_gates(shared_model(family), block=traits.reads.block)
         # Pages of five: budgets and buffers of the suite are no multiples of it.
-        return {"store": self.store, "page_size": 5, **needed}
+        return {"store": self.store, "page_size": 5, "precision": self.precision, **needed}
 
     def run(
         self,

@@ -105,11 +105,13 @@ class WatchedCache(RetentionCache):
 
     ``seen[forward][layer][row][head]`` holds positions, those of the forward's own tokens among them;
     ``head`` is a KV head, or a query head where query heads read different entries. ``replaced`` holds the
-    values that evictions changed, in order.
+    values that evictions changed, in order. ``rounded``, in the way of ``seen``, holds those that have been
+    in few bits, also where they are so no longer: lost bits do not come back.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy, **options: Any) -> None:
         self.seen: list[dict[int, list[list[Tensor]]]] = []
+        self.rounded: list[dict[int, list[list[Tensor]]]] = []
         self.noted: list[Eviction] = []
         self.replaced: list[Replaced] = []
         super().__init__(model, policy, **options)
@@ -119,11 +121,29 @@ class WatchedCache(RetentionCache):
         """Look before anything is evicted."""
         if layer.place == 0:
             self.seen.append({})
+            self.rounded.append({})
+        if self.precision is not None:
+            self.rounded[-1][layer.index] = self._rounded_so_far(layer)
         if isinstance(layer, SparseLayer):
             self.seen[-1][layer.index] = layer.positions_read()
         else:
             self.seen[-1][layer.index] = self.kept_positions(layer.index)
         super().after_attention(layer, step)
+
+    def _rounded_so_far(self, layer: RetentionLayer) -> list[list[Tensor]]:
+        low = layer.stored.low
+        stored, held = low.padded(None, "positions")["positions"].long(), low.held.tolist()
+        now = [
+            [stored[row, head, :length] for head, length in enumerate(lengths)]
+            for row, lengths in enumerate(held)
+        ]
+        before = self.rounded[-2].get(layer.index) if len(self.rounded) > 1 else None
+        if before is None:
+            return [[each.clone() for each in row] for row in now]
+        return [
+            [torch.cat(pair).unique() for pair in zip(*rows, strict=True)]
+            for rows in zip(before, now, strict=True)
+        ]
 
 
 def feed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
@@ -134,7 +134,11 @@ def summarise(run: Run) -> Summary:
     return Summary(
         run=header.run,
         label=label(
-            header.policy, budget, header.budget.get("prompt"), header.policy_options.get("token_budget")
+            header.policy,
+            budget,
+            header.budget.get("prompt"),
+            header.policy_options.get("token_budget"),
+            header.precision,
         ),
         task=header.task,
         model=header.model,
@@ -171,14 +175,19 @@ def summarise(run: Run) -> Summary:
 
 
 def label(
-    policy: str, budget: int | None, prompt: str | None = "counts", token_budget: int | None = None
+    policy: str,
+    budget: int | None,
+    prompt: str | None = "counts",
+    token_budget: int | None = None,
+    precision: Mapping[str, Any] | None = None,
 ) -> str:
-    """Policy and budget in a few words."""
+    """Policy, budget and bits in a few words."""
     if token_budget is not None:
         return f"{policy}, {token_budget} read"
+    bits = "" if precision is None else f", {precision['bits']} bits, protect {precision['protect']}"
     if budget is None:
-        return policy
-    return f"{policy} {budget}" + (" + prompt" if prompt == "kept" else "")
+        return policy + bits
+    return f"{policy} {budget}" + (" + prompt" if prompt == "kept" else "") + bits
 
 
 def parts(samples: Sequence[SampleRecord]) -> dict[str, float]:

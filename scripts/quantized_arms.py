@@ -1,0 +1,147 @@
+"""The arms of docs/results/quantized.md: policies, bits and rules at equal bytes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.core.policy import Policy
+from kvkeep.core.precision import Precision
+from kvkeep.kernels.few_bits import row_bytes
+from kvkeep.policies.compose import policy as make_policy
+
+DIM, GROUP = 64, 32  # channels of a key and of a value, in SmolLM2 and in trace-1 alike
+FULL_BYTES = 2 * 2 * DIM  # key and value in 16 bits
+BUFFER, SINKS, RECENT, RESERVE = 32, 4, 16, 32
+RULES = ("range", "attention", "random", "recent", "policy")
+PLAIN = 128  # entries in full precision whose bytes all bounded arms take
+
+
+def few_bytes(bits: int, group: int = GROUP) -> int:
+    """Bytes of key and value of an entry in few bits."""
+    return 2 * row_bytes(DIM, bits, group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A policy, its budget (``None``: everything stays), and the precision of its entries."""
+
+    name: str
+    budget: int | None = None
+    precision: Precision | None = None
+    buffer: int = BUFFER
+    prompt: str = "counts"
+
+    def policy(self, **options: Any) -> Policy:
+        """The policy."""
+        amount = {} if self.budget is None else {"budget": self.budget}
+        return make_policy(self.name, buffer=self.buffer, **amount, **options)
+
+    def bytes_at(self, entries: float | None = None) -> float:
+        """Bytes per head with ``entries`` stored after an eviction, in the middle of a period."""
+        kept = self.budget if entries is None else entries
+        if kept is None:
+            raise ValueError("everything stays: say how many entries there are")
+        if self.precision is None:
+            return (kept + (self.buffer / 2 if self.budget else 0)) * FULL_BYTES
+        full = min(kept, self.precision.settled(buffer=self.buffer, budget=self.budget).full)
+        few = few_bytes(self.precision.bits, self.precision.group)
+        return (full + self.buffer / 2) * FULL_BYTES + max(0.0, kept - full) * few
+
+    def flags(self) -> list[str]:
+        """For `kvkeep eval`; the reserve is the only number of a precision that varies there."""
+        words = [] if self.budget is None else ["--budget", str(self.budget), "--prompt-mode", self.prompt]
+        if self.precision is not None:
+            words += ["--kv-bits", str(self.precision.bits), "--protect", self.precision.protect]
+            if self.precision.reserve is not None:
+                words += ["--kv-reserve", str(self.precision.reserve)]
+        return words
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        precision = None if self.precision is None else self.precision.as_dict()
+        return {"policy": self.name, "budget": self.budget, "buffer": self.buffer, "precision": precision}
+
+
+def protecting(bits: int, rule: str, reserve: int = RESERVE, group: int = GROUP) -> Precision:
+    """A precision of these arms."""
+    if rule == "none":
+        return Precision(bits=bits, protect="none", group=group)
+    return Precision(
+        bits=bits,
+        protect=rule,
+        group=group,
+        sinks=SINKS,
+        recent=RECENT,
+        reserve=reserve,  # type: ignore[arg-type]
+    )
+
+
+def same_bytes(name: str, precision: Precision, plain: int = PLAIN) -> Arm:
+    """The budget at which a policy in two precisions takes the bytes of ``plain`` entries in one."""
+    target = Arm(name=name, budget=plain).bytes_at()
+    full = precision.settled(buffer=BUFFER, budget=plain).full
+    rest = target - (full + BUFFER / 2) * FULL_BYTES
+    return Arm(name=name, budget=full + int(rest / few_bytes(precision.bits)), precision=precision)
+
+
+def bounded(name: str = "snapkv") -> dict[str, Arm]:
+    """A policy at the bytes of 128 full entries: fewer bits and more entries, protected or not."""
+    arms = {"bounded, 16 bits": Arm(name=name, budget=PLAIN)}
+    for bits in (8, 4, 2):
+        arms[f"bounded, {bits} bits, none"] = same_bytes(name, protecting(bits, "none"))
+    for bits in (4, 2):
+        for rule in RULES:
+            arms[f"bounded, {bits} bits, {rule}"] = same_bytes(name, protecting(bits, rule))
+    return arms
+
+
+def unbounded() -> dict[str, Arm]:
+    """Everything stays; 2 bits and a reserve against 4 bits, and against finer groups, for all."""
+    arms = {"full": Arm(name="full")}
+    for bits, group in ((8, 32), (4, 32), (2, 32), (2, 8)):
+        precision = protecting(bits, "none", group=group)
+        arms[f"full, {bits} bits in groups of {group}"] = Arm(name="full", precision=precision)
+    for rule in ("range", "attention", "random", "recent"):
+        arms[f"full, 2 bits, {rule}"] = Arm(name="full", precision=protecting(2, rule, reserve=64))
+    return arms
+
+
+BOUNDED, UNBOUNDED = bounded(), unbounded()
+#: transformers' own quantized cache: keys by channel as KIVI does it, and by token.
+STOCK = {
+    f"stock-{way}-{bits}-bits": {
+        "backend": "quanto",
+        "nbits": bits,
+        "axis_key": axis,
+        "axis_value": 0,
+        "q_group_size": GROUP,
+        "residual_length": BUFFER,
+    }
+    for bits in (4, 2)
+    for way, axis in (("channel", -1), ("token", 0))
+}
+
+
+def needle_arms() -> dict[str, Arm]:
+    """KeyDiff, which finds needles, at the bytes of 128 full entries."""
+    arms = {"full": Arm(name="full"), "full, 2 bits, none": Arm(name="full", precision=protecting(2, "none"))}
+    arms["16 bits"] = Arm(name="keydiff", budget=PLAIN)
+    for bits in (4, 2):
+        for rule in ("none", *RULES):
+            arms[f"{bits} bits, {rule}"] = same_bytes("keydiff", protecting(bits, rule))
+    return arms
+
+
+NEEDLE = needle_arms()
+
+
+def trace_arms() -> dict[str, Arm]:
+    """The reasoner: everything in few bits with rules of protection, and SnapKV at a quarter of the chain."""
+    arms = {"full": Arm(name="full", buffer=16)}
+    for bits in (8, 4, 2):
+        arms[f"full, {bits} bits, none"] = Arm(
+            name="full", buffer=16, precision=Precision(bits=bits, protect="none")
+        )
+    for rule in ("range", "attention", "random", "recent"):
+        precision = Precision(bits=2, protect=rule, reserve=32)  # type: ignore[arg-type]
+        arms[f"full, 2 bits, {rule}"] = Arm(name="full", buffer=16, precision=precision)
+    return arms

@@ -1,0 +1,282 @@
+"""Write docs/results/quantized.md from the logs of scripts/quantized_results.py."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from quantized_arms import BOUNDED, NEEDLE, PLAIN, STOCK, UNBOUNDED, Arm, few_bytes, trace_arms
+from scipy import stats
+
+from kvkeep.evaluation.comparison import compare
+from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.report.summary import summarise
+from kvkeep.evaluation.runlog import read_run
+from kvkeep.evaluation.statistics.accuracy import accuracy
+from kvkeep.evaluation.statistics.correction import corrected
+
+TABLE = "|---"
+
+
+def mean_interval(values: Sequence[float]) -> str:
+    """Mean and 95 % interval over windows, Student's t."""
+    found = np.asarray(values)
+    half = stats.t.ppf(0.975, len(found) - 1) * found.std(ddof=1) / len(found) ** 0.5
+    return f"{found.mean():+.4f} [{found.mean() - half:+.4f}, {found.mean() + half:+.4f}]"
+
+
+def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    """A table."""
+    lines = ["| " + " | ".join(head) + " |", TABLE * len(head) + "|"]
+    return [*lines, *("| " + " | ".join(line) + " |" for line in body), ""]
+
+
+# -- output of attention ----------------------------------------------------------------------------------
+
+
+def error_part(found: dict[str, Any]) -> list[str]:
+    """Mean relative error of attention's output, and each rule against random at the same reserve."""
+    by: dict[tuple[int, str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in found["rows"]:
+        by[row["bits"], row["rule"], row["reserve"]][row["window"]].append(row["error"])
+    means = {key: np.array([np.mean(value) for _, value in sorted(of.items())]) for key, of in by.items()}
+    body = []
+    for (bits, rule, reserve), values in means.items():
+        base = means.get((bits, "random", reserve))
+        ratio = "–"
+        if base is not None and rule != "random":
+            logs = np.log(values / base)
+            half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5
+            low, mid, high = (np.exp(logs.mean() + by_ * half) for by_ in (-1, 0, 1))
+            ratio = f"{mid:.2f} [{low:.2f}, {high:.2f}]"
+        body.append([str(bits), rule, str(reserve), f"{values.mean():.4f}", ratio])
+    return [
+        "## Output of attention",
+        "",
+        "Square of the error of attention's output over the square of the output, mean over layers and "
+        "windows "
+        f"({found['window']} tokens of a chapter each, {len(next(iter(means.values())))} chapters). The "
+        "newest 32 "
+        "queries ask; sinks and the newest 64 entries are never rounded; `reserve` more are spared by the "
+        "rule. "
+        "`attention` is that of the 32 queries before. The ratio to `random` at the same reserve is the "
+        "geometric "
+        "mean over windows, with a 95 % interval.",
+        "",
+        *rows(("bits", "rule", "reserve", "error", "against random"), body),
+    ]
+
+
+# -- likelihood -------------------------------------------------------------------------------------------
+
+
+def nats(scores: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Nats per token of each window."""
+    return np.array([sum(each["nats"]) / sum(each["tokens"]) for each in scores])
+
+
+def text_part(runs: Path) -> list[str]:
+    """Likelihood of the chapters: bounded arms, then those that keep everything."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted((runs / "text").glob("*.json"))}
+
+    def of(name: str) -> Any:
+        return found.get(name.replace(", ", "-").replace(" ", "-"))
+
+    full = nats(of("full")["scores"])
+    lines = [
+        "## Log-likelihood of text",
+        "",
+        f"{len(full)} chapters of the Python reference that comes with CPython (`pydoc_data.topics`), "
+        "their first "
+        "768 tokens, read 32 at a time with an eviction after each. `more than full` is the paired "
+        "difference to "
+        f"the full cache ({full.mean():.4f} nats per token), 95 % interval over chapters (Student's t).",
+        "",
+        f"### SnapKV at the bytes of {PLAIN} full entries",
+        "",
+        "Every arm holds as many bytes per head, in the middle of a period; what is saved on bits buys "
+        "entries. "
+        "Protected arms keep 4 sinks, the newest 16 and a reserve of 32 in full precision.",
+        "",
+    ]
+    lines += rows(
+        *_text_rows(BOUNDED, of, full, ("bounded, {bits} bits, random", "bounded, {bits} bits, none"))
+    )
+    lines += [
+        "### Everything stays",
+        "",
+        "No eviction. Protected arms have a reserve of 64. `bytes` at the end of a chapter, per head.",
+        "",
+    ]
+    lines += rows(*_text_rows(UNBOUNDED, of, full, ("full, {bits} bits, random", None)))
+    stock = [(name, found[name]) for name in STOCK if name in found]
+    if stock:
+        body = [[name.replace("-", " "), mean_interval(nats(each["scores"]) - full)] for name, each in stock]
+        lines += [
+            "transformers' own quantized cache (optimum-quanto, groups of 32, newest 32 entries in full "
+            "precision; "
+            "`channel`: keys with `axis_key=-1`, KIVI's way; `token`: `axis_key=0`; it rounds what it "
+            "holds anew "
+            "every 32 tokens):",
+            "",
+            *rows(("cache", "more than full"), body),
+        ]
+    else:
+        lines += ["transformers' own quantized cache was not run.", ""]
+    return lines
+
+
+def _text_rows(
+    arms: dict[str, Arm], of: Any, full: np.ndarray, bases: tuple[str, str | None]
+) -> tuple[tuple[str, ...], list[list[str]]]:
+    head = ["arm", "entries", "bytes per head", "more than full", "against random"]
+    head += ["against none"] if bases[1] else []
+    body = []
+    for name, arm in arms.items():
+        log = of(name)
+        if log is None:
+            continue
+        mine = nats(log["scores"])
+        size = arm.bytes_at() if arm.budget else arm.bytes_at(768)
+        line = [name, str(arm.budget or 768), f"{size:,.0f}"]
+        line.append(mean_interval(mine - full) if name != "full" else "")
+        for base in bases:
+            if base is None:
+                continue
+            other = None if arm.precision is None else base.format(bits=arm.precision.bits)
+            theirs = of(other) if other and other != name else None
+            plain = arm.precision is None or arm.precision.protect == "none"
+            line.append("–" if theirs is None or plain else mean_interval(mine - nats(theirs["scores"])))
+        body.append(line)
+    return tuple(head), body
+
+
+# -- needles and the reasoner -----------------------------------------------------------------------------
+
+
+def needle_part(runs: Path) -> list[str]:
+    """Needles found, and nats per digit."""
+    found = [json.loads(line) for line in (runs / "needle.jsonl").read_text().splitlines()]
+    head = json.loads((runs / "needle.header.json").read_text())
+    body = []
+    for name, arm in NEEDLE.items():
+        each = [row["arms"][name] for row in found]
+        right = sum(one["correct"] for one in each)
+        low, high = stats.binomtest(right, len(each)).proportion_ci(method="wilson")
+        cost = [float(np.mean(one["nats"][1:])) for one in each]
+        base = [float(np.mean(row["arms"][_random(arm, name)]["nats"][1:])) for row in found]
+        same = arm.precision is None or arm.precision.protect in ("random", "none")
+        body.append(
+            [
+                name,
+                "all" if arm.budget is None else str(arm.budget),
+                f"{right} of {len(each)} [{100 * low:.0f}, {100 * high:.0f}]",
+                f"{np.mean(cost):.3f}",
+                "–" if same else mean_interval(np.array(cost) - np.array(base)),
+            ]
+        )
+    return [
+        "## Needles",
+        "",
+        f"{len(found)} needles at depths spread evenly in {head['length']} tokens, SmolLM2-135M-Instruct. "
+        "KeyDiff at "
+        f"the bytes of {PLAIN} full entries per head; the prompt is evicted, and rounded, when it has "
+        "been read. "
+        "Intervals in percent are Wilson's; nats per digit of the right answer after its first token.",
+        "",
+        *rows(("arm", "entries", "found", "nats per digit", "against random"), body),
+    ]
+
+
+def _random(arm: Arm, name: str) -> str:
+    other = f"{arm.precision.bits} bits, random" if arm.precision else name
+    return other if other in NEEDLE else name
+
+
+def trace_part(runs: Path) -> list[str]:
+    """Scores of the reasoner, paired with its full cache and with random protection."""
+    done: dict[str, Run] = {}
+    for name in trace_arms():
+        folder = runs / "trace" / name.replace(", ", "-").replace(" ", "-")
+        if (folder / "done").exists():
+            done[name] = read_run(folder)
+    tests = {}
+    for name in done:
+        for base in ("full", "full, 2 bits, random"):
+            protected = "2 bits" in name and not name.endswith(("none", "random"))
+            if base in done and name != base and (base == "full" or protected):
+                tests[name, base] = compare(
+                    done[base], done[name], metric="score", allow=["cache", "versions", "precision"]
+                ).difference
+    adjusted = corrected({key: one.p for key, one in tests.items()}, "holm")
+
+    def cell(name: str, base: str) -> str:
+        if (name, base) not in tests:
+            return "–"
+        one = tests[name, base]
+        low, high = one.interval
+        p = adjusted[name, base]
+        return f"{100 * one.estimate:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}], p {p:.4f}"
+
+    body = [
+        [
+            name,
+            f"{summarise(run).kv_bytes or 0:,}",
+            f"{accuracy(run, metric='score')}",
+            cell(name, "full"),
+            cell(name, "full, 2 bits, random"),
+        ]
+        for name, run in done.items()
+    ]
+    header = next(iter(done.values())).header
+    return [
+        "## The built-in reasoner",
+        "",
+        f"`trace` (size M), {header.model}, {header.problems} dev problems, greedy, everything stays, "
+        "buffer 16. "
+        "Protected arms keep 4 sinks, the newest 16 and a reserve of 32. Differences are paired by "
+        "problem, p "
+        f"corrected by Holm over {len(tests)} comparisons. `measured bytes` of a batch: full entries in "
+        "float32.",
+        "",
+        *rows(("arm", "measured bytes", "score", "against full", "against random"), body),
+    ]
+
+
+def page(runs: Path, out: Path) -> None:
+    """Write the page, and the headers of its runs beside it."""
+    error = json.loads((runs / "error.json").read_text())
+    lines = [
+        "# Entries in few bits at equal bytes",
+        "",
+        f"SmolLM2-135M-Instruct (weights {error['model_sha256'][:12]}) and trace-1, float32, one thread. "
+        "Bytes are "
+        f"counted as a model in 16 bits holds them: {2 * 2 * 64} for an entry in full precision, "
+        f"{few_bytes(8)}, {few_bytes(4)} and {few_bytes(2)} in 8, 4 and 2 bits with groups of 32, scales "
+        "included. "
+        "Written by `python scripts/quantized_results.py run` and `… page`; headers in "
+        "`quantized-headers.jsonl`.",
+        "",
+    ]
+    for part in (lambda: error_part(error), lambda: text_part(runs), lambda: needle_part(runs),
+                 lambda: trace_part(runs)):  # fmt: skip
+        lines += part()
+    notes = out.with_name("quantized-notes.md")
+    if notes.exists():
+        lines += notes.read_text().splitlines()
+    out.write_text("\n".join(lines).rstrip() + "\n")
+    heads = [{key: value for key, value in error.items() if key != "rows"}]
+    heads += [
+        {key: value for key, value in json.loads(path.read_text()).items() if key != "scores"}
+        for path in sorted((runs / "text").glob("*.json"))
+    ]
+    heads.append(json.loads((runs / "needle.header.json").read_text()))
+    for folder in sorted((runs / "trace").iterdir()):
+        heads.append(read_run(folder).header.as_dict())
+    text = "".join(json.dumps(head) + "\n" for head in heads)
+    # Folders of the machine that ran it tell a reader nothing.
+    text = re.sub(r'"(?:/[^"/]+)+/([^"/]+)"', r'"\1"', text)
+    out.with_name("quantized-headers.jsonl").write_text(text)

@@ -1,0 +1,234 @@
+"""Entries in few bits at equal bytes: docs/results/quantized.md.
+
+    python scripts/quantized_results.py run --runs runs/quantized     # resumable; --only text, needle ...
+    python scripts/quantized_results.py page --runs runs/quantized
+
+Bytes are counted as a model in 16 bits holds them: 256 for an entry of 64 channels in full precision, and
+what codes and scales take in few bits. The arithmetic is float32. Keys by channel (KIVI's way) through
+transformers' own cache run where optimum-quanto is installed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from quantized_arms import (
+    BOUNDED,
+    BUFFER,
+    NEEDLE,
+    STOCK,
+    UNBOUNDED,
+    Arm,
+    trace_arms,
+)
+from quantized_error import output_errors
+from quantized_page import page
+from smollm2_results import CHUNK, encode, needles, note, write
+
+import kvkeep
+from kvkeep.cli.app import app
+from kvkeep.cli.loading import Loaded, load_model, resolve
+from kvkeep.engine.generation import cache_argument
+from kvkeep.evaluation.decoding import read
+from kvkeep.evaluation.generator import Job, end_tokens
+from kvkeep.evaluation.identity import hardware, versions, weights_sha256
+from kvkeep.evaluation.likelihood import read_windows
+from kvkeep.evaluation.probing import probe
+from kvkeep.evaluation.shared_reading import SharedReading
+from kvkeep.policies.compose import policy as make_policy
+
+#: Chapters of the Python reference, as in smollm2.md and two more.
+TOPICS = ("specialnames", "compound", "formatstrings", "typesseq", "import", "debugger")
+WINDOW = 768
+
+
+def load(model: str) -> Loaded:
+    """The model, on one thread."""
+    return load_model(resolve(model, note), dtype="float32", attention="sdpa", device="cpu", threads=1)
+
+
+def facts(loaded: Loaded, model: str) -> dict[str, Any]:
+    """Who made a figure."""
+    return {
+        "command": ["python", "scripts/quantized_results.py", *sys.argv[1:]],
+        "model": model,
+        "model_sha256": weights_sha256(loaded.model),
+        "versions": versions(),
+        "hardware": hardware(),
+    }
+
+
+def windows(loaded: Loaded) -> torch.Tensor:
+    """The first tokens of each chapter, int64 ``[chapters, WINDOW]``."""
+    return torch.tensor([encode(loaded, topics[name])[:WINDOW] for name in TOPICS])
+
+
+def todo(folder: Path, arms: dict[str, Arm]) -> Iterator[tuple[str, Arm, Path]]:
+    """The arms that have no file yet."""
+    for name, arm in arms.items():
+        out = folder / f"{name.replace(', ', '-').replace(' ', '-')}.json"
+        if not out.exists():
+            yield name, arm, out
+
+
+def run_text(runs: Path, model: str) -> None:
+    """Log-likelihood of the chapters: each arm reads all of them."""
+    arms = {**BOUNDED, **UNBOUNDED}
+    left = list(todo(runs / "text", arms))
+    stock = [one for one in STOCK if not (runs / "text" / f"{one}.json").exists()]
+    if not left and not stock:
+        return
+    loaded = load(model)
+    ids, about = windows(loaded), facts(loaded, model)
+    for name, arm, out in left:
+        begin = time.monotonic()
+        scores = read_windows(
+            loaded.model, arm.policy(prefill="chunk"), ids, chunk=BUFFER, precision=arm.precision
+        )
+        found = [score.as_dict() for score in scores]
+        seconds = round(time.monotonic() - begin, 1)
+        write(out, json.dumps({**about, "arm": arm.as_dict(), "seconds": seconds, "scores": found}))
+        note(f"text {name}: {sum(sum(each.nats) for each in scores) / ids.numel():.4f} nats, {seconds} s")
+    for name in stock:
+        found = stock_scores(loaded, ids, STOCK[name])
+        if found:
+            write(
+                runs / "text" / f"{name}.json", json.dumps({**about, "stock": STOCK[name], "scores": found})
+            )
+
+
+@torch.inference_mode()
+def stock_scores(loaded: Loaded, ids: torch.Tensor, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same chapters through transformers' own quantized cache; nothing where its back end is missing."""
+    try:
+        from optimum import quanto  # noqa: F401
+        from transformers import QuantizedCache
+    except ImportError as error:
+        note(f"stock cache left out: {error}")
+        return []
+    found = []
+    for name, row in enumerate(ids):  # one by one: the stock cache rounds all rows of a batch together
+        cache = QuantizedCache(config=loaded.model.config, **settings)
+        nats, tokens = [], []
+        for start in range(0, len(row), BUFFER):
+            piece = row[None, start : start + BUFFER]
+            where = torch.arange(start, start + piece.shape[1])[None]
+            logits = loaded.model(
+                input_ids=piece, position_ids=where, **{cache_argument(loaded.model): cache}
+            ).logits[0]
+            targets = row[start + 1 : start + 1 + len(logits)]
+            loss = torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none")
+            nats.append(float(loss.double().sum()))
+            tokens.append(len(targets))
+        found.append({"name": name, "nats": nats, "tokens": tokens})
+    note(f"stock cache {settings}: {sum(sum(each['nats']) for each in found) / ids.numel():.4f} nats")
+    return found
+
+
+def run_error(runs: Path, model: str) -> None:
+    """What few bits do to the output of attention, layer by layer."""
+    out = runs / "error.json"
+    if out.exists():
+        return
+    loaded = load(model)
+    found = output_errors(loaded.model, windows(loaded))
+    write(out, json.dumps({**facts(loaded, model), "window": WINDOW, "rows": found}))
+    note("output errors done")
+
+
+def run_needles(runs: Path, model: str, count: int, length: int) -> None:
+    """Each prompt is read once for all arms, and answered by each on its own cache."""
+    log = runs / "needle.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    if len(rows) >= count:
+        return
+    loaded = load(model)
+    write(log.with_suffix(".header.json"), json.dumps({**facts(loaded, model), "length": length}))
+    for task, problem in needles(length, count, loaded):
+        if problem.id in {row["id"] for row in rows}:
+            continue
+        ids = torch.tensor([encode(loaded, problem.question)])
+        name = Job(problem=problem, draw=0, seed=0).sequence_id
+        caches = [
+            kvkeep.RetentionCache(
+                loaded.model, arm.policy(prefill="after"), sequence_ids=[name], precision=arm.precision
+            )
+            for arm in NEEDLE.values()
+        ]
+        logits = read(loaded.model, SharedReading(caches), ids, torch.ones_like(ids), CHUNK)
+        found = probe(
+            loaded.model,
+            caches,
+            logits,
+            encode(loaded, f" {problem.reference}"),
+            limit=12,
+            end_tokens=end_tokens(loaded.model, loaded.tokenizer),
+        )
+        arms = {}
+        for arm, one in zip(NEEDLE, found, strict=True):
+            text = loaded.tokenizer.decode(one.written, skip_special_tokens=True)
+            arms[arm] = {
+                "correct": task.grade(problem, text).answer_class == "correct",
+                "nats": [round(each, 5) for each in one.nats],
+                "few_bits_entries": one.trace.few_bits_entries,
+            }
+        rows.append({"id": problem.id, "prompt_tokens": ids.shape[1], "arms": arms})
+        write(log, "".join(json.dumps(row) + "\n" for row in rows))
+        note(f"needle {len(rows)}/{count}: {sum(one['correct'] for one in arms.values())}/{len(arms)} right")
+
+
+def run_trace(runs: Path, problems: int) -> None:
+    """The built-in reasoner: one `kvkeep eval` an arm."""
+    for name, arm in trace_arms().items():
+        out = runs / "trace" / name.replace(", ", "-").replace(" ", "-")
+        if (out / "done").exists():
+            continue
+        spec = make_policy(arm.name).name if arm.budget is None else arm.name
+        words = ["eval", "--task", "trace(size=M)", "--model", "trace-1", "--policy", spec, "--out", str(out)]
+        words += ["--limit", str(problems), "--batch-size", "50", "--buffer", "16", "--threads", "1"]
+        words += ["--json", "--resume", *arm.flags()]
+        begin, sys.argv = time.monotonic(), ["kvkeep", *words]
+        app(words, standalone_mode=False)
+        (out / "done").touch()
+        note(f"trace {name}: {time.monotonic() - begin:.0f} s")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/quantized"))
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--only", nargs="*", choices=("text", "error", "needle", "trace"))
+    parser.add_argument("--needles", type=int, default=10)
+    parser.add_argument("--length", type=int, default=1000, help="tokens of a needle's prompt")
+    parser.add_argument("--problems", type=int, default=100, help="of the reasoner")
+    parser.add_argument("--out", type=Path, default=Path("docs/results/quantized.md"))
+    given = parser.parse_args()
+    if given.what == "page":
+        page(given.runs, given.out)
+        return
+    only = given.only or ("error", "trace", "needle", "text")
+    arguments = list(sys.argv[1:])
+    for part in only:
+        sys.argv = [sys.argv[0], *arguments]
+        if part == "error":
+            run_error(given.runs, given.model)
+        elif part == "trace":
+            run_trace(given.runs, given.problems)
+        elif part == "needle":
+            run_needles(given.runs, given.model, given.needles, given.length)
+        else:
+            run_text(given.runs, given.model)
+
+
+if __name__ == "__main__":
+    main()

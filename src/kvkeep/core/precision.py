@@ -1,0 +1,126 @@
+"""Which stored entries keep the model's own precision, and in how many bits the others are written down."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvkeep.core.errors import ConfigError, UnknownNameError
+
+Protect = Literal["range", "recent", "attention", "policy", "random", "none"]
+
+PROTECT: dict[str, str] = {
+    "range": "largest value ranges: the entries that few bits distort most",
+    "recent": "newest entries",
+    "attention": "entries that the newest queries attend to most",
+    "policy": "entries that the policy ranks highest",
+    "random": "entries drawn once, each with the same chance",
+    "none": "no entries, sinks and newest ones neither",
+}
+_BITS, _LEAST_GROUP = (2, 4, 8), 8
+
+#: Newest queries that the rule ``attention`` looks through.
+WINDOW = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How a mixed-precision store deals out full precision, per KV head and layer.
+
+    An entry is stored in full precision when it is new. Once in a period (the policy's buffer), ``sinks``
+    first tokens, ``recent`` newest ones and ``reserve`` entries by the rule ``protect`` stay so; the others
+    are *demoted* to few bits. Lost bits do not come back: a demoted entry competes for the reserve only after
+    all that still have theirs. Where too few of those are left, because the policy has evicted some, it is
+    *promoted*: it takes a full slot that is free anyway, with the value it has.
+
+    Parameters
+    ----------
+    bits
+        Of a code: 2, 4 or 8. Scales are counted on top (:meth:`bits_per_channel`).
+    protect
+        Rule by which the reserve is filled; ``"none"`` protects nothing, sinks and newest entries neither.
+    group
+        Channels that share a scale; a divisor of the head dimension.
+    reserve
+        Entries that the rule chooses; ``None``: a quarter of the budget, or 64 without a budget.
+    sinks, recent
+        First and newest tokens that stay in full precision; ``recent=None``: the policy's buffer.
+
+    Raises
+    ------
+    ConfigError
+        If a number cannot be right.
+
+    Examples
+    --------
+    >>> Precision(bits=4).bits_per_channel
+    5.0
+    """
+
+    bits: int
+    protect: Protect = "range"
+    group: int = 32
+    reserve: int | None = None
+    sinks: int = 4
+    recent: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in _BITS or isinstance(self.bits, bool):
+            raise ConfigError(f"bits={self.bits!r} is not offered: use 8, 4 or 2, or leave it out.")
+        if self.protect not in PROTECT:
+            raise UnknownNameError("protect rule", str(self.protect), PROTECT)
+        for name, least in (("group", _LEAST_GROUP), ("reserve", 0), ("sinks", 0), ("recent", 0)):
+            value = getattr(self, name)
+            optional = name in ("reserve", "recent")
+            if (value is None and optional) or (type(value) is int and value >= least):
+                continue
+            raise ConfigError(f"{name}={value!r} is not a whole number of at least {least}.")
+        if self.protect == "none" and (self.reserve or self.recent):
+            raise ConfigError(
+                "protect='none' stores everything in few bits, so reserve and recent have no meaning: leave "
+                "them out, or use protect='recent'."
+            )
+
+    @property
+    def bits_per_channel(self) -> float:
+        """Bits that a channel takes, a low and a step of 16 bits for each group included."""
+        return self.bits + 2 * 16 / self.group
+
+    def settled(self, *, buffer: int, budget: int | None) -> Precision:
+        """With the numbers that were left open filled in.
+
+        Parameters
+        ----------
+        buffer
+            Of the policy.
+        budget
+            Entries that the policy keeps; ``None`` without a bound.
+        """
+        if self.protect == "none":
+            return dataclasses.replace(self, reserve=0, sinks=0, recent=0)
+        reserve = (64 if budget is None else budget // 4) if self.reserve is None else self.reserve
+        recent = buffer if self.recent is None else self.recent
+        return dataclasses.replace(self, reserve=reserve, recent=recent)
+
+    @property
+    def full(self) -> int:
+        """Entries per head that stay in full precision, once settled."""
+        return self.sinks + (self.recent or 0) + (self.reserve or 0)
+
+    def check(self, head_dim: int, value_dim: int) -> list[str]:
+        """Reasons why heads of so many channels cannot be stored like this; empty if they can."""
+        return [
+            f"{kind} have {dim} channels, which groups of {self.group} do not fill: use group="
+            f"{next((size for size in (64, 32, 16, 8) if dim % size == 0), dim)}"
+            for kind, dim in (("keys", head_dim), ("values", value_dim))
+            if dim % self.group
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        amount = f" {self.full}" if self.recent is not None and self.reserve is not None else ""
+        return f"{self.bits} bits, groups of {self.group}, protect {self.protect}{amount}"

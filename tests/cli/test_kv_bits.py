@@ -1,0 +1,81 @@
+"""`--kv-bits` on the commands that run a policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from kvkeep.evaluation.runlog import read_run
+from tests.cli.conftest import words
+
+Run = Callable[..., Result]
+SHORT = ("--budget", 24, "--buffer", 8)
+BITS = ("--kv-bits", 8, "--kv-group", 8, "--kv-reserve", 4)
+
+
+def facts(result: Result) -> Any:
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_generate_says_what_is_in_few_bits(run: Run, tiny_folder: Path) -> None:
+    """Both precisions are in the measured bytes, and the report says which entries are which."""
+    common = ("generate", words(40), "--model", tiny_folder, *SHORT, "--max-new-tokens", 40, "--json")
+    plain = facts(run(*common))["trace"]
+    mixed = facts(run(*common, *BITS, "--protect", "random"))["trace"]
+    assert mixed["kv_bytes"] < plain["kv_bytes"]
+    assert mixed["few_bits_entries"] == 24 - (4 + 8 + 4)
+    assert mixed["precision"] == "8 bits, groups of 8, protect random 16"
+    assert plain["precision"] == ""
+
+
+def test_perplexity_of_the_full_cache_in_few_bits(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """The full cache in few bits is compared with the full cache as it is, not with itself."""
+    text = tmp_path / "text.txt"
+    text.write_text(words(200))
+    flags = ("--model", tiny_folder, "--policy", "full", "--buffer", 8, "--window", 64, "--kv-bits", 2)
+    result = facts(
+        run("perplexity", text, *flags, "--kv-group", 8, "--kv-reserve", 4, "--beside-full", "--json")
+    )
+    assert result["precision"]["bits"] == 2
+    assert result["full"]["difference"]["nats"] != 0
+    assert result["scores"][0]["kv_bytes"] < result["full"]["scores"][0]["kv_bytes"]
+
+
+def test_a_run_log_says_the_precision_and_match_can_use_it(
+    run: Run, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Two runs that differ in bits alone must not look like the same run."""
+    common = ("--model", tiny_folder, "--task", "needle(length=64)", "--limit", 2, "--max-new-tokens", 12)
+    out = tmp_path / "bits"
+    result = run("eval", *common, "--policy", "snapkv", *SHORT, *BITS, "--out", out, "--prompt", "plain")
+    assert result.exit_code == 0, result.output
+    assert "8 bits, protect range" in result.stdout
+    header = read_run(out).header
+    assert header.precision is not None
+    assert header.precision["bits"] == 8
+    again = run("eval", *common, "--policy", "snapkv", *SHORT, "--out", out, "--prompt", "plain", "--resume")
+    assert again.exit_code != 0
+    assert "precision" in again.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--protect", "range"), "add --kv-bits 4"),
+        (("--kv-bits", 3), "use 8, 4 or 2"),
+        (("--kv-bits", 4, "--protect", "best"), "unknown protect rule"),
+        (("--kv-bits", 4), "which groups of 32 do not fill: use group=16"),
+        (("--kv-bits", 4, "--kv-group", 8, "--policy", "full", "--protect", "policy"), "ranks nothing"),
+    ],
+)
+def test_what_cannot_be(run: Run, tiny_folder: Path, flags: tuple[object, ...], message: str) -> None:
+    chosen = flags if "--policy" in flags else (*SHORT, *flags)
+    result = run("generate", words(10), "--model", tiny_folder, "--max-new-tokens", 4, *chosen)
+    assert result.exit_code != 0
+    assert message in " ".join((result.output + str(result.exception)).split())
