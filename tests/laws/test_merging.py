@@ -11,6 +11,9 @@ import torch
 
 import kvkeep
 import kvkeep.testing
+from kvkeep.cache.dense import DenseStore
+from kvkeep.cache.paged import PagedStore
+from kvkeep.cache.pages import PagePool
 from kvkeep.core.decision import KeepDecision
 from kvkeep.core.errors import CacheIntegrityError
 from kvkeep.core.traits import Traits
@@ -99,6 +102,29 @@ def test_files_hold_merged_values(tmp_path: Path) -> None:
     again = kvkeep.RetentionCache.load(tmp_path / "cache.safetensors", model, policy)
     rest = feed(model, again, ids, mask, [1] * 20)
     assert torch.equal(torch.cat(rest, 1), torch.cat(whole[31:], 1))
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_stores_take_values_for_the_rows_that_are_named(kind: str) -> None:
+    """Rows of other lengths, and what lies behind a row's entries, must be left alone."""
+    keys, positions = torch.randn(3, 2, 9, 4), torch.arange(9).expand(3, -1)
+    store: Any
+    if kind == "dense":
+        store = DenseStore(keys, keys, 12)
+    else:
+        pool = PagePool(keys, keys, 5, ())
+        pool.grow(20)
+        store = PagedStore(pool, 3, 2)
+    store.append(keys, keys, positions, [9, 4, 7])
+    before = store.padded(None, "values")["values"].clone()
+    new = torch.randn(2, 2, 9, 4)
+    store.set_values([2, 1], new)
+    after = store.padded(None, "values")["values"]
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[2, :, :7], new[0, :, :7])
+    assert torch.equal(after[1, :, :4], new[1, :, :4])
+    assert torch.equal(store.padded(None, "keys")["keys"][0], keys[0])
+    assert torch.equal(after[1, :, 4:], before[1, :, 4:])
 
 
 def test_values_of_the_wrong_kind_are_refused() -> None:
