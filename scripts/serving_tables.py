@@ -14,7 +14,7 @@ from transformers import AutoConfig
 import kvkeep
 from kvkeep.core.errors import KvkeepError
 from kvkeep.engine.spec import model_spec
-from kvkeep.policies.allocated import SHARES
+from kvkeep.policies.compose import PARTS
 from kvkeep.serving.refusals import TESTED, config_reasons, policy_reasons
 from kvkeep.serving.settings import Settings
 from kvkeep.testbed.shipped import shipped_model
@@ -55,7 +55,7 @@ def served_table() -> str:
     """One row for each policy: served, or everything against it."""
     spec = model_spec(AutoConfig.from_pretrained(shipped_model("trace-1")))
     rows = ["| policy | served | if not, why; or what it asks for |", "|---|---|---|"]
-    for name in [*kvkeep.available_policies(), *(f"snapkv + {share}" for share in SHARES)]:
+    for name in [*kvkeep.available_policies(), *(f"snapkv + {part}" for part in PARTS)]:
         try:
             policy = Settings(policy=name, budget=1024, buffer=128).make_policy()
             reasons = policy_reasons(policy, spec, EVERYTHING, None)
