@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from kvkeep.policies.h2o import H2O
     from kvkeep.policies.key_norm import KeyNorm
     from kvkeep.policies.keydiff import KeyDiff
+    from kvkeep.policies.lazy_eviction import LazyEviction
     from kvkeep.policies.quest import Quest
     from kvkeep.policies.r_kv import RKV
+    from kvkeep.policies.raas import RaaS
     from kvkeep.policies.random_eviction import RandomEviction
     from kvkeep.policies.seer_attention import SeerAttention
     from kvkeep.policies.set_diversity import SetDiversity
@@ -48,8 +50,10 @@ _HOMES = {
     "H2O": "kvkeep.policies.h2o",
     "KeyDiff": "kvkeep.policies.keydiff",
     "KeyNorm": "kvkeep.policies.key_norm",
+    "LazyEviction": "kvkeep.policies.lazy_eviction",
     "Quest": "kvkeep.policies.quest",
     "Precision": "kvkeep.core.precision",
+    "RaaS": "kvkeep.policies.raas",
     "RKV": "kvkeep.policies.r_kv",
     "RandomEviction": "kvkeep.policies.random_eviction",
     "RetentionCache": "kvkeep.engine.retention_cache",
@@ -84,8 +88,10 @@ __all__ = [
     "Full",
     "KeyDiff",
     "KeyNorm",
+    "LazyEviction",
     "Precision",
     "Quest",
+    "RaaS",
     "RandomEviction",
     "RetentionCache",
     "SeerAttention",

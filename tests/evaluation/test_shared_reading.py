@@ -28,7 +28,7 @@ def policies(prefill: str) -> list[Policy]:
     """Every policy there is."""
     chosen = []
     for name in kvkeep.available_policies():
-        options: dict[str, Any] = {"protect_prompt": False} if name == "triattention" else {}
+        options: dict[str, Any] = {"protect_prompt": False} if name in ("triattention", "raas") else {}
         chosen.append(make(name, budget=24, buffer=8, prefill=prefill, **options))
     return chosen
 

@@ -14,6 +14,8 @@ FIELDS = {
     "queries": "queries",
     "query_positions": "queries",
     "attention_sum": "attention_sum",
+    "last_attended": "recurrence",
+    "longest_pause": "recurrence",
     "query_moments": "query_moments",
     "log_retention": "log_retention",
     "calibration": "calibration",

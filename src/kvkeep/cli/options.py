@@ -100,7 +100,7 @@ Gates = Annotated[
     Path | None,
     typer.Option(
         help="Gates of this model: retention gates for trimkv and dbtrimkv (kvkeep's file, or a published "
-        "folder), block gates for seer-attention."
+        "folder), block gates for seer-attention ('trace-1-blocks' comes with kvkeep)."
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Of stochastic policies and of sampling.")]

@@ -81,7 +81,7 @@ def describe(kind: type[Policy]) -> dict[str, Any]:
     traits = example(kind).traits
     needs = {
         f"{traits.queries} queries": traits.queries > 0,
-        "attention": traits.attention_sum,
+        "attention": traits.attends,
         "moments": traits.query_moments,
         "rope": traits.rope,
         "calibration": traits.calibration,

@@ -124,6 +124,9 @@ class Traits:
         How many of the newest rotated queries the engine must record (0: none, and no ring is kept).
     attention_sum
         Accumulated attention per entry is needed (exact, over every query so far).
+    recurrence
+        When each entry was last attended to, and the longest pause before, are needed; the number is the
+        attention above which an entry counts as attended to.
     query_moments
         Mean and covariance of the un-rotated prompt queries are needed.
     log_retention
@@ -153,6 +156,7 @@ class Traits:
     trigger: Trigger = Trigger()
     queries: int = 0
     attention_sum: bool = False
+    recurrence: float | None = None
     query_moments: bool = False
     log_retention: bool = False
     calibration: bool = False
@@ -164,6 +168,18 @@ class Traits:
     shared: bool = False
     trained: bool = False
     reads: Reads | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Whether the attention of every query must be worked out."""
+        return self.attention_sum or self.recurrence is not None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Numbers that are kept per entry beside key, value and position."""
+        kept = {"attention_sum": self.attention_sum, "log_retention": self.log_retention}
+        kept |= dict.fromkeys(("idle_start", "longest_pause"), self.recurrence is not None)
+        return tuple(name for name, wanted in kept.items() if wanted)
 
     @property
     def gated(self) -> bool:

@@ -55,12 +55,17 @@ _NEEDS = {
     "queries": "queries",
     "query_positions": "queries",
     "attention_sum": "attention_sum",
+    "last_attended": "recurrence",
+    "longest_pause": "recurrence",
     "query_moments": "query_moments",
     "log_retention": "log_retention",
     "calibration": "calibration",
     "rope": "rope",
     "random": "random",
 }
+
+#: Recorded fields that hold a number for each entry.
+PER_ENTRY = ("attention_sum", "log_retention", "last_attended", "longest_pause")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +141,7 @@ class LayerView:
         return entries - count if self.even and count <= self.recent_kept and count < entries else None
 
     def _read(self, name: str) -> Any:
-        if not getattr(self.traits, _NEEDS[name]):
+        if getattr(self.traits, _NEEDS[name]) in (None, False, 0):
             raise ConfigError(
                 f"the policy reads view.{name} but its traits do not declare "
                 f"{_NEEDS[name]!r}, so it was not recorded: declare it in the policy's traits."
@@ -160,6 +165,16 @@ class LayerView:
     def attention_sum(self) -> Tensor:
         """float32 ``[batch, kv_heads, entries]``: attention received so far, mean over the group."""
         return self._read("attention_sum")  # type: ignore[no-any-return]
+
+    @property
+    def last_attended(self) -> Tensor:
+        """float32 ``[batch, kv_heads, entries]``: position of the last query that attended to the entry."""
+        return self._read("last_attended")  # type: ignore[no-any-return]
+
+    @property
+    def longest_pause(self) -> Tensor:
+        """float32 ``[batch, kv_heads, entries]``: longest pause that attention came back from; or 0."""
+        return self._read("longest_pause")  # type: ignore[no-any-return]
 
     @property
     def query_moments(self) -> QueryMoments:

@@ -155,7 +155,7 @@ class Evictor:
         counts = []
         for layer in layers:
             store = layer.stored
-            if self.traits.attention_sum:
+            if self.traits.attends:
                 layer.recorder.sum_attention(store)
             per_head = torch.tensor(lens, device=store.device)[:, None].expand(-1, store.heads)
             counts.append(KeepCounts(per_head, max(lens)))

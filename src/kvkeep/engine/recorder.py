@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvkeep.cache.store import Store
+from kvkeep.core.errors import CacheError
 from kvkeep.core.traits import Traits
 from kvkeep.core.view import Rope
-from kvkeep.engine.recording import MomentSums, QueryRing, attention_received
+from kvkeep.engine.recording import MomentSums, QueryRing, attention_received, recurrences
 from kvkeep.engine.step import Step
 
 
@@ -51,7 +52,7 @@ class Recorder:
             The tokens belong to the prompt.
         """
         traits = self.traits
-        if not (traits.queries or traits.query_moments or traits.attention_sum):
+        if not (traits.queries or traits.query_moments or traits.attends):
             return
         # Policies divide logits by sqrt(head_dim); a model that scales otherwise has it in its queries.
         factor = 1.0 if scaling is None else scaling * math.sqrt(query.shape[-1])
@@ -65,7 +66,7 @@ class Recorder:
         window = traits.queries
         if window and self.ring is None:
             self.ring = QueryRing(query, window)
-        if traits.attention_sum:
+        if traits.attends:
             if self.unsummed + step.query_len > window:
                 # The ring is about to lose queries that have not been summed.
                 self.sum_attention(store, pending=step.query_len, in_line=not step.padded)
@@ -75,11 +76,11 @@ class Recorder:
                 self.unsummed += step.query_len
         if self.ring is not None:
             self.ring.push(query, positions)
-        if step.padded and traits.attention_sum:
+        if step.padded and traits.attends:
             self.sum_attention(store, in_line=False)
 
     def sum_attention(self, store: Store, *, pending: int = 0, in_line: bool = True) -> None:
-        """Add the attention of the queries recorded since the last sum to their entries.
+        """Work out the attention of the queries recorded since the last time, and note it at their entries.
 
         Parameters
         ----------
@@ -106,6 +107,10 @@ class Recorder:
         factor: float = 1.0,
     ) -> None:
         held = store.held
+        if self.traits.recurrence is not None:
+            self._note_recurrence(store, queries, positions, self.traits.recurrence)
+        if not self.traits.attention_sum:
+            return
         in_line = in_line and bool((held == held.flat[0]).all())
         if in_line:
             keys = store.padded(None, "keys")["keys"][:, :, : store.longest - pending]
@@ -116,6 +121,17 @@ class Recorder:
             received = attention_received(queries, positions, stored["keys"], stored["positions"], valid)
         store.add_extra("attention_sum", factor * received)
 
+    @staticmethod
+    def _note_recurrence(store: Store, queries: Tensor, positions: Tensor, threshold: float) -> None:
+        stored = store.padded(None, "keys", "positions", "extra.idle_start", "extra.longest_pause")
+        valid, where = store.valid(store.longest), stored["positions"]
+        start, pause = stored["extra.idle_start"], stored["extra.longest_pause"]
+        last, longest = recurrences(
+            queries, positions, stored["keys"], where, valid, start + where, pause, threshold
+        )
+        store.add_extra("idle_start", (last - where - start).masked_fill(~valid, 0.0))
+        store.add_extra("longest_pause", (longest - pause).masked_fill(~valid, 0.0))
+
     def forget_newest(self, removed: int, seq_lens: Sequence[int], store: Store) -> None:
         """Take back the newest ``removed`` tokens, whose entries are still stored.
 
@@ -124,6 +140,11 @@ class Recorder:
         if self.ring is None:
             return
         summed = removed - self.unsummed
+        if self.traits.recurrence is not None and summed > 0:
+            raise CacheError(
+                f"the newest {summed} of these tokens cannot be taken back: when entries were attended to "
+                "has been worked out from their queries, and is not undone. Crop less, or use another policy."
+            )
         self.unsummed = max(0, self.unsummed - removed)
         if self.traits.attention_sum and summed > 0:
             queries, positions = self.ring.ordered()

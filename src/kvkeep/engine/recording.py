@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.core.view import QueryMoments, Rope
 from kvkeep.kernels.rotation import unrotate
+from kvkeep.scoring.recurrence import active, recurrence
 from kvkeep.scoring.window_attention import window_attention
 
 # Upper bound of the elements of one block of attention probabilities while a prompt is summed.
@@ -118,6 +119,35 @@ def attention_received(
             causal=True,
         )
     return total
+
+
+def recurrences(
+    queries: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    last: Tensor,
+    pause: Tensor,
+    threshold: float,
+) -> tuple[Tensor, Tensor]:
+    """Last time of attention and longest pause after some queries, in blocks of them.
+
+    Parameters
+    ----------
+    queries, query_positions, keys, positions, valid, threshold
+        As for :func:`~kvkeep.scoring.recurrence.active`.
+    last, pause
+        As for :func:`~kvkeep.scoring.recurrence.recurrence`.
+    """
+    batch, heads, count, _ = queries.shape
+    block = max(1, _BLOCK_ELEMENTS // (batch * heads * keys.shape[2]))
+    for start in range(0, count, block):
+        part = slice(start, min(start + block, count))
+        times = query_positions[:, part]
+        attended = active(queries[:, :, part], times, keys, positions, valid, threshold)
+        last, pause = recurrence(attended, times, last, pause)
+    return last, pause
 
 
 class MomentSums:

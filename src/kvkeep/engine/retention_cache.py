@@ -163,7 +163,7 @@ class RetentionCache(Cache):
         self._context, self._profile, self._trace_rows = context, profile, trace_rows
         self._on_eviction = on_eviction
         #: Numbers that are kept per entry beside key, value and position.
-        self.extras = tuple(name for name in ("attention_sum", "log_retention") if getattr(self.traits, name))
+        self.extras = self.traits.extras
         self.rope, self.calibration = fit(policy, model, self.spec, calibration, gates)
         dense = DenseLayer if self.traits.reads is None else SparseLayer
         kinds = (dense, PagedLayer) if asked is None else (MixedDenseLayer, MixedPagedLayer)

@@ -45,6 +45,10 @@ def layer_view(layer: RetentionLayer, rows: Sequence[int]) -> LayerView:
         recorded |= {"queries": take(queries), "query_positions": take(times)}
     if traits.attention_sum:
         recorded["attention_sum"] = stored["extra.attention_sum"]
+    if traits.recurrence is not None:
+        # Kept as the distance from the entry's own position: zero is right for a token that has just come.
+        recorded["last_attended"] = stored["extra.idle_start"] + positions
+        recorded["longest_pause"] = stored["extra.longest_pause"]
     if traits.log_retention:
         recorded["log_retention"] = stored["extra.log_retention"]
     if traits.query_moments and sums is not None:

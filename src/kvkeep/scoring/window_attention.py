@@ -119,7 +119,7 @@ def _attend(
     if group_reduce != "prob_mean":
         split = logits.unflatten(2, (group, window))
         logits, group = (split.amax(2) if group_reduce == "logit_max" else split.mean(2)), 1
-    _hide(logits.unflatten(2, (group, window)), query_positions, positions, among, causal)
+    hide(logits.unflatten(2, (group, window)), query_positions, positions, among, causal)
     probs = logits.softmax(-1)
     weights = _query_weights(query_positions, window_reduce, group)
     if window_reduce == "max":
@@ -127,7 +127,7 @@ def _attend(
     return torch.matmul(weights[:, None, None], probs).squeeze(2)
 
 
-def _hide(
+def hide(
     logits: Tensor, query_positions: Tensor, positions: Tensor | None, among: Tensor | None, causal: bool
 ) -> None:
     """Lower the logits ``[batch, kv_heads, group, window, entries]`` of what a query must not see.

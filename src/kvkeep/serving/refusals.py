@@ -117,7 +117,7 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
             "without the hybrid cache manager its sliding-window layers want a full cache beside the bounded "
             "one: leave --disable-hybrid-kv-cache-manager out"
         )
-    if traits.attention_sum:
+    if traits.attends:
         reasons.append(
             f"{policy.name} adds up the attention of every step, which vLLM's kernels do not return"
         )

@@ -5,6 +5,8 @@ from pathlib import Path
 from kvkeep.core.errors import ConfigError
 
 MODELS = Path(__file__).parent / "models"
+#: Apart from the models: some engines load every weight file of a model's folder.
+GATES = Path(__file__).parent / "gates"
 
 
 def shipped_models() -> list[str]:
@@ -29,3 +31,8 @@ def shipped_model(name: str) -> Path:
             "`python -m kvkeep.testbed.train --out DIR` and give --model DIR/model, or give any other model."
         )
     raise ConfigError(f"no model {name!r} comes with kvkeep. Choose one of {', '.join(known)}.")
+
+
+def shipped_gates() -> dict[str, Path]:
+    """Return the gates that come with kvkeep, by name."""
+    return {path.stem: path for path in sorted(GATES.glob("*.safetensors"))}

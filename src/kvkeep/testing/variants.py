@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.core.view import LayerView, QueryMoments
+from kvkeep.core.view import PER_ENTRY, LayerView, QueryMoments
 
 
 def with_contents(
@@ -25,6 +25,9 @@ def with_contents(
         recorded["queries"] = queries(recorded["queries"])
     if "attention_sum" in recorded:
         recorded["attention_sum"] = torch.ones_like(recorded["attention_sum"])
+    for name in ("last_attended", "longest_pause"):
+        if name in recorded:
+            recorded[name] = torch.ones_like(recorded[name])
     if "log_retention" in recorded:
         recorded["log_retention"] = torch.zeros_like(recorded["log_retention"])
     return replace(view, keys=keys(view.keys), values=values(view.values), recorded=recorded)
@@ -54,8 +57,7 @@ def with_empty_slots(view: LayerView, count: int = 3) -> LayerView:
         return torch.cat([tensor, tensor.new_full(shape, fill)], dim=2)
 
     recorded = {
-        name: wider(value, 100.0) if name in ("attention_sum", "log_retention") else value
-        for name, value in view.recorded.items()
+        name: wider(value, 100.0) if name in PER_ENTRY else value for name, value in view.recorded.items()
     }
     return replace(
         view,
@@ -79,7 +81,7 @@ def flipped(view: LayerView) -> LayerView:
 
     recorded: dict[str, Any] = {}
     for name, value in view.recorded.items():
-        if name in ("queries", "attention_sum", "log_retention"):
+        if name == "queries" or name in PER_ENTRY:
             value = flip(value)
         elif isinstance(value, QueryMoments):
             value = QueryMoments(flip(value.mean), flip(value.covariance))

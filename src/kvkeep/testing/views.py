@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.core.decision import KeepCounts, KeepDecision
 from kvkeep.core.policy import Policy
 from kvkeep.core.random import RandomStream
-from kvkeep.core.view import LayerView, protected_mask
+from kvkeep.core.view import PER_ENTRY, LayerView, protected_mask
 
 
 def make_view(
@@ -103,6 +103,12 @@ def make_view(
     if traits.attention_sum and "attention_sum" not in recorded:
         total = torch.rand(batch, kv_heads, entries, generator=source)
         recorded["attention_sum"] = torch.where(valid, total, 100.0)
+    if traits.recurrence is not None and "last_attended" not in recorded:
+        idle = torch.rand(batch, kv_heads, entries, generator=source)
+        now = torch.tensor(seen)[:, None, None] - 1
+        recorded["last_attended"] = torch.where(valid, now - (idle * (now - positions)).floor(), 1e4)
+        pause = torch.randint(0, 9, (batch, kv_heads, entries), generator=source).float()
+        recorded["longest_pause"] = torch.where(valid, pause, 1e4)
     if traits.log_retention and "log_retention" not in recorded:
         decay = torch.rand(batch, kv_heads, entries, generator=source)
         recorded["log_retention"] = torch.where(valid, -0.1 * decay, -100.0)
@@ -205,7 +211,7 @@ def row_of(view: LayerView, row: int) -> dict[str, Any]:
     for name, value in view.recorded.items():
         if name in ("queries", "query_positions"):
             alone[name] = value[pick]
-        elif name in ("attention_sum", "log_retention"):
+        elif name in PER_ENTRY:
             alone[name] = value[pick, :, :length]
         elif name == "random":
             alone[name] = RandomStream(value.origin[pick], value.evictions[pick])

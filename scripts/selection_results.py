@@ -1,0 +1,277 @@
+"""Selectors beside policies that evict, on the built-in reasoner: docs/results/selection.md.
+
+    python scripts/selection_results.py run --runs runs/selection      # resumable
+    python scripts/selection_results.py page --runs runs/selection
+
+Each run is a `kvkeep eval` command, kept in its header. The block gates are those that come with kvkeep; they
+were trained by `kvkeep gates train-blocks --model trace-1 --data trace --block 16 --row 768 --rows 4
+--steps 800 --token-budget 96 --threads 1 --out DIR`.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+from kvkeep.cli.app import app
+from kvkeep.core.files import read_tensors
+from kvkeep.evaluation.comparison import Comparison, compare
+from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.report.summary import parts
+from kvkeep.evaluation.runlog import read_log
+from kvkeep.evaluation.statistics.accuracy import accuracy
+from kvkeep.evaluation.statistics.correction import corrected
+from kvkeep.evaluation.statistics.problem_means import problem_means
+from kvkeep.testbed.shipped import shipped_gates
+
+CHAIN = 360  # mean length of a right chain of size M, as in trace_results.py
+SHARES = (2, 4, 8)
+MORE = (256,)  # a token budget beyond half of the chain: how much reading is enough
+GATES = "trace-1-blocks"
+ALLOW = ("cache", "versions")
+
+_SEER = ("--policy", "seer-attention", "--gates", GATES, "--option", "block=16")
+_QUEST = ("--policy", "quest", "--option", "dense-layers=0")
+
+#: Selectors: name -> flags without the token budget.
+SELECTORS = {"quest": _QUEST, "seer-attention": _SEER}
+#: Policies that evict: name -> flags without the budget.
+EVICTORS = {
+    "keydiff, prompt counts": ("--policy", "keydiff", "--buffer", "16", "--prompt-mode", "counts"),
+    "keydiff": ("--policy", "keydiff", "--buffer", "16"),
+    "snapkv": ("--policy", "snapkv", "--buffer", "16"),
+    "vase-dkv": ("--policy", "vase-dkv", "--buffer", "16"),
+    "snapkv, prompt counts": ("--policy", "snapkv", "--buffer", "16", "--prompt-mode", "counts"),
+}
+#: What is compared: question -> baseline, challenger.
+QUESTIONS = {
+    "a trained gate against bounds": ("quest", "seer-attention"),
+    "selection against eviction that keeps the prompt": ("snapkv", "quest"),
+    "the same": ("snapkv", "seer-attention"),
+    "the same, against the best eviction": ("keydiff", "seer-attention"),
+    "about as much read: eviction of everything alike": ("keydiff, prompt counts", "quest"),
+    "the same with the gate": ("keydiff, prompt counts", "seer-attention"),
+}
+
+
+def entries(share: int) -> int:
+    """Entries when a chain of mean length keeps one part in ``share``."""
+    return round(CHAIN / share)
+
+
+def folder(runs: Path, arm: str, count: int) -> Path:
+    """Where the run of an arm is."""
+    return runs / f"{arm.replace(', ', '-').replace(' ', '-')}-{count}"
+
+
+def plan(runs: Path) -> dict[Path, tuple[str, ...]]:
+    """Every run and its flags, the most telling ones first."""
+    wanted: dict[Path, tuple[str, ...]] = {runs / "full": ("--policy", "full")}
+    for share in (4, 2, 8):
+        count = entries(share)
+        for arm, flags in SELECTORS.items():
+            wanted[folder(runs, arm, count)] = (*flags, "--token-budget", str(count))
+        for arm, flags in EVICTORS.items():
+            if arm != "snapkv, prompt counts" or share == 4:  # one budget of it says enough
+                wanted[folder(runs, arm, count)] = (*flags, "--budget", str(count))
+        if share == 2:
+            for more in MORE:
+                for arm, flags in SELECTORS.items():
+                    wanted[folder(runs, arm, more)] = (*flags, "--token-budget", str(more))
+    return wanted
+
+
+def finished(place: Path) -> Run | None:
+    """Read a run that has come to its end."""
+    if not (place / "run.jsonl").exists():
+        return None
+    log = read_log(place)
+    return None if log.footer is None else log.run
+
+
+def run_all(given: argparse.Namespace) -> None:
+    """Run what is missing."""
+    given.runs.mkdir(parents=True, exist_ok=True)
+    common = ["--model", given.model, "--limit", str(given.problems), "--batch-size", str(given.problems)]
+    common += ["--threads", "1"]
+    for place, flags in plan(given.runs).items():
+        if finished(place) is not None:
+            continue
+        started, more = time.perf_counter(), ["--resume"] if (place / "run.jsonl").exists() else []
+        with contextlib.redirect_stdout(io.StringIO()):
+            app(["eval", *flags, *common, "--out", str(place), *more], standalone_mode=False)
+        run = read_log(place).run
+        score = accuracy(problem_means(run.samples, "score"))
+        sys.stderr.write(
+            f"{place.name}: {100 * score.estimate:.1f} %, stored {run.mean_cache:.1f}, read "
+            f"{run.mean_read:.1f}, {time.perf_counter() - started:.0f} s\n"
+        )
+
+
+def row(name: str, asked: str, run: Run) -> str:
+    """One line of a table."""
+    score = accuracy(problem_means(run.samples, "score"))
+    low, high = score.interval
+    roles = parts(run.samples)
+    shares = " | ".join(f"{100 * roles.get(role, float('nan')):.1f}" for role in ("hot", "warm", "dormant"))
+    query = run.mean_read_by_query
+    alone = f" ({query:.1f})" if query is not None and query < run.mean_read - 0.05 else ""
+    peak = max(sample.peak_cache for sample in run.samples)
+    return (
+        f"| {name} | {asked} | {run.mean_cache:.1f} | {peak:.0f} | {run.mean_read:.1f}{alone} | "
+        f"{run.peak_read:.0f} | {100 * score.estimate:.1f} [{100 * low:.1f}, {100 * high:.1f}] | {shares} |"
+    )
+
+
+HEAD = (
+    "| policy | asked for | stored, mean | peak | read, mean | peak | score | hot | warm | dormant |\n"
+    + "|---" * 10
+    + "|"
+)
+
+
+def table(runs: Path, count: int, full: Run) -> list[str]:
+    """All arms at one number of entries."""
+    lines = [HEAD, row("full", "–", full)]
+    found = []
+    for arm in (*SELECTORS, *EVICTORS):
+        run = finished(folder(runs, arm, count))
+        if run is None:
+            continue
+        what = "read" if arm in SELECTORS else "kept" if "counts" in arm else "kept + prompt"
+        found.append((problem_means(run.samples, "score").means.mean(), row(arm, f"{count} {what}", run)))
+    return [*lines, *(line for _, line in sorted(found, key=lambda each: -each[0])), ""]
+
+
+def differences(runs: Path, baseline: str, challenger: str) -> list[str]:
+    """The cells of one question, corrected over its budgets by Holm."""
+    found: dict[int, Comparison] = {}
+    for share in SHARES:
+        one, two = (finished(folder(runs, arm, entries(share))) for arm in (baseline, challenger))
+        if one is not None and two is not None:
+            found[share] = compare(one, two, metric="score", allow=ALLOW)
+    adjusted = corrected({str(share): each.difference.p for share, each in found.items()}, "holm")
+    cells = []
+    for share in SHARES:
+        if share not in found:
+            cells.append("–")
+            continue
+        each, p = found[share], adjusted[str(share)]
+        low, high = each.difference.interval
+        word = "undecided" if p > 0.05 else "above" if each.difference.estimate > 0 else "below"
+        cells.append(
+            f"{100 * each.difference.estimate:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}], p {p:.4f}: "
+            f"{word}; stored x {each.cache_ratio:.2f}, read x {each.read_ratio:.2f}"
+        )
+    return cells
+
+
+def trained() -> list[str]:
+    """What the gates say of their own training."""
+    _, header = read_tensors(shipped_gates()[GATES], "block-gates")
+    facts = header["training"]
+    now, before = facts["held_out"], facts["held_out_untrained"]
+    layers = ", ".join(
+        f"{100 * share:.1f} in layer {layer}" for layer, share in now["covered_by_layer"].items()
+    )
+    recipe, covered = facts["recipe"], now["covered"]
+    return [
+        f"{facts['parameters']:,} parameters (width 64, one pair of matrices for each KV head), "
+        f"{recipe['steps']} steps of {recipe['rows']} training problems, {facts['tokens']:,} tokens, "
+        f"{facts['seconds']:.0f} s on a shared core. Loss on held-out programs {before['loss']:.3f} "
+        f"untrained, {now['loss']:.3f} trained. Share of a query's attention in {now['token_budget']} "
+        "entries, in "
+        f"blocks of {recipe['block']}, last half of programs of about 590 tokens: "
+        f"{100 * covered['gates']:.1f} % by the "
+        f"gates ({layers}), {100 * before['covered']['gates']:.1f} % untrained, "
+        f"{100 * covered['newest']:.1f} % "
+        f"the newest blocks, {100 * covered['best']:.1f} % the best choice.",
+        "",
+    ]
+
+
+def page(given: argparse.Namespace) -> None:
+    """Write the page and the headers of its runs."""
+    runs, full = given.runs, finished(given.runs / "full")
+    if full is None:
+        raise SystemExit("the run with the full cache is missing: run it first.")
+    what = full.header
+    lines = [
+        "# Eviction and selection side by side",
+        "",
+        f"`trace` (size M), model {what.model} (weights {what.model_sha256[:12]}), {what.problems} dev "
+        f"problems x {what.draws} draw at temperature {what.sampling.get('temperature')}. Scores are "
+        "shares of "
+        "right answers in percent with the 95 % interval over problems. **Stored** and **read**: measured "
+        "entries "
+        "per KV head and layer, prompt included, while the steps attend; an entry that several query "
+        "heads of a "
+        "KV head read counts once, and what one query head reads stands in brackets where it is less. A "
+        "policy "
+        "that evicts reads all it stores. Not counted: what a selector looks at to choose (two bounds or "
+        "one gate "
+        "vector for 16 entries). Quest has pages of 16 and, here, no dense layers (its default of two "
+        "would leave "
+        "one of three layers sparse); SeerAttention-R has blocks of 16. Written by "
+        "`python scripts/selection_results.py run` and `… page`; headers of all runs, commands included: "
+        "`selection-headers.jsonl`.",
+        "",
+        "## The gates",
+        "",
+        *trained(),
+    ]
+    for share in SHARES:
+        lines += [
+            f"## {entries(share)} entries (1/{share} of the chain)",
+            "",
+            *table(runs, entries(share), full),
+        ]
+    lines += ["## How much reading is enough", "", HEAD]
+    for arm in SELECTORS:
+        for count in (*reversed(MORE), *map(entries, SHARES)):
+            if (run := finished(folder(runs, arm, count))) is not None:
+                lines.append(row(arm, f"{count} read", run))
+    lines += [
+        "",
+        "## Differences",
+        "",
+        "In points, challenger minus baseline, paired by problem (bootstrap, 10,000 times); p corrected "
+        "by Holm "
+        "over the budgets of a line. Stored and read: challenger over baseline.",
+        "",
+        "| question | challenger − baseline | " + " | ".join(f"{entries(share)}" for share in SHARES) + " |",
+        "|---" * (2 + len(SHARES)) + "|",
+    ]
+    for question, (baseline, challenger) in QUESTIONS.items():
+        cells = differences(runs, baseline, challenger)
+        lines.append(f"| {question} | {challenger} − {baseline} | " + " | ".join(cells) + " |")
+    text = "\n".join(lines) + "\n"
+    notes = given.out.with_name("selection-notes.md")
+    given.out.write_text(text + ("\n" + notes.read_text() if notes.exists() else ""))
+    headers = [run.header.as_dict() for place in plan(runs) if (run := finished(place)) is not None]
+    said = "".join(json.dumps(one) + "\n" for one in headers)
+    given.out.with_name("selection-headers.jsonl").write_text(
+        re.sub(r'"(?:/[^"/]+)+/([^"/]+)"', r'"\1"', said)
+    )
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/selection"))
+    parser.add_argument("--model", default="trace-1")
+    parser.add_argument("--problems", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/selection.md"))
+    given = parser.parse_args()
+    run_all(given) if given.what == "run" else page(given)
+
+
+if __name__ == "__main__":
+    main()
