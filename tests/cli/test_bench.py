@@ -27,6 +27,16 @@ def test_decode_prints_json_and_writes_both_files(tmp_path: Path) -> None:
     assert "| vase-dkv |" in table.read_text()
 
 
+def test_a_selector_is_an_arm_of_its_own() -> None:
+    """It keeps everything as the full cache does, and must not be taken for it."""
+    arms = ["--policies", "full,quest(token_budget=32, page=4, dense_layers=0)", "--stock", "dynamic"]
+    length = ["--batch", "2", "--context", "100", "--steps", "2", "--full-steps", "2", "--rounds", "1"]
+    result = CliRunner().invoke(app, ["decode", *TINY, *arms, *length, "--json"])
+    assert result.exit_code == 0, result.output
+    found = {arm["name"]: arm for arm in json.loads(result.stdout)["arms"]}
+    assert list(found) == ["DynamicCache", "full (kvkeep)", "quest"]
+
+
 def test_flat_prints_a_table() -> None:
     """Without --json a person reads it."""
     result = CliRunner().invoke(app, ["flat", *TINY, "--tokens", "64", "--window", "32"])

@@ -184,7 +184,10 @@ class PolicyArm(DecodeArm):
         store: StoreKind = "auto",
         name: str = "",
     ) -> None:
-        super().__init__(name or (policy.name if policy.bounded else "full (kvkeep)"), model, scene, steps)
+        keeps_and_reads_all = not policy.bounded and policy.traits.reads is None
+        super().__init__(
+            name or ("full (kvkeep)" if keeps_and_reads_all else policy.name), model, scene, steps
+        )
         self.policy = policy
         self.evicts = policy.bounded
         self.cache = RetentionCache(
