@@ -125,7 +125,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         name="shared-layers",
         family="routing",
-        does="all layers keep one selection, by the mean of their scores",
+        does="neighbouring layers, two by two, keep one selection, by the mean of their scores",
         part="shared-layers",
     ),
     Mechanism(
