@@ -135,13 +135,17 @@ NEEDLE = needle_arms()
 
 
 def trace_arms() -> dict[str, Arm]:
-    """The reasoner: everything in few bits with rules of protection, and SnapKV at a quarter of the chain."""
+    """The reasoner: everything stays, in few bits with rules of protection."""
     arms = {"full": Arm(name="full", buffer=16)}
-    for bits in (8, 4, 2):
-        arms[f"full, {bits} bits, none"] = Arm(
-            name="full", buffer=16, precision=Precision(bits=bits, protect="none")
-        )
-    for rule in ("range", "attention", "random", "recent"):
-        precision = Precision(bits=2, protect=rule, reserve=32)  # type: ignore[arg-type]
-        arms[f"full, 2 bits, {rule}"] = Arm(name="full", buffer=16, precision=precision)
+    for bits, rule in (
+        (2, "none"),
+        (2, "range"),
+        (2, "random"),
+        (2, "attention"),
+        (4, "none"),
+        (2, "recent"),
+    ):
+        reserve = None if rule == "none" else 16
+        precision = Precision(bits=bits, protect=rule, reserve=reserve)  # type: ignore[arg-type]
+        arms[f"full, {bits} bits, {rule}"] = Arm(name="full", buffer=16, precision=precision)
     return arms

@@ -19,7 +19,7 @@ BITS = (4, 2)
 
 
 def output_errors(model: PreTrainedModel, windows: Tensor) -> list[dict[str, Any]]:
-    """Relative square error of attention's output, for each window, layer, bits, rule and reserve.
+    """Relative square error of attention's output, by window, layer, what is rounded, bits, rule and reserve.
 
     The newest 32 queries of a window ask. Rules choose by what was there before them: ``attention`` is that
     of the 32 queries before. Sinks and the newest 64 entries are never rounded.
@@ -60,12 +60,12 @@ def _of_layer(stored: dict[str, Tensor], queries: Tensor, times: Tensor, seed: i
                 if reserve == 0 and rule != "range":
                     continue
                 spared = always.scatter(-1, order[..., :reserve], True)[..., None]
-                both = [torch.where(spared, x, y) for x, y in zip((keys, values), low, strict=True)]
-                there = _attend(queries[:, :, ASK:], times[:, ASK:], both[0], both[1], positions)
-                error = float((there - exact).square().sum() / exact.square().sum())
-                found.append(
-                    {"bits": bits, "rule": rule if reserve else "none", "reserve": reserve, "error": error}
-                )
+                coarse = [torch.where(spared, x, y) for x, y in zip((keys, values), low, strict=True)]
+                facts = {"bits": bits, "rule": rule if reserve else "none", "reserve": reserve}
+                for rounded, there_keys in (("both", coarse[0]), ("values", keys)):
+                    there = _attend(queries[:, :, ASK:], times[:, ASK:], there_keys, coarse[1], positions)
+                    error = float((there - exact).square().sum() / exact.square().sum())
+                    found.append({"rounded": rounded, **facts, "error": error})
     return found
 
 

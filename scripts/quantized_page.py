@@ -39,34 +39,31 @@ def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 def error_part(found: dict[str, Any]) -> list[str]:
     """Mean relative error of attention's output, and each rule against random at the same reserve."""
-    by: dict[tuple[int, str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    by: dict[tuple[Any, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in found["rows"]:
-        by[row["bits"], row["rule"], row["reserve"]][row["window"]].append(row["error"])
+        by[row["rounded"], row["bits"], row["rule"], row["reserve"]][row["window"]].append(row["error"])
     means = {key: np.array([np.mean(value) for _, value in sorted(of.items())]) for key, of in by.items()}
     body = []
-    for (bits, rule, reserve), values in means.items():
-        base = means.get((bits, "random", reserve))
+    for (rounded, bits, rule, reserve), values in sorted(means.items()):
+        base = means.get((rounded, bits, "random", reserve))
         ratio = "–"
         if base is not None and rule != "random":
             logs = np.log(values / base)
             half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5
             low, mid, high = (np.exp(logs.mean() + by_ * half) for by_ in (-1, 0, 1))
             ratio = f"{mid:.2f} [{low:.2f}, {high:.2f}]"
-        body.append([str(bits), rule, str(reserve), f"{values.mean():.4f}", ratio])
+        if reserve in (0, 64):
+            body.append([rounded, str(bits), rule, f"{values.mean():.5f}", ratio])
     return [
         "## Output of attention",
         "",
         "Square of the error of attention's output over the square of the output, mean over layers and "
-        "windows "
-        f"({found['window']} tokens of a chapter each, {len(next(iter(means.values())))} chapters). The "
-        "newest 32 "
-        "queries ask; sinks and the newest 64 entries are never rounded; `reserve` more are spared by the "
-        "rule. "
-        "`attention` is that of the 32 queries before. The ratio to `random` at the same reserve is the "
-        "geometric "
-        "mean over windows, with a 95 % interval.",
+        f"windows ({found['window']} tokens of a chapter each, {len(next(iter(means.values())))} "
+        "chapters). The newest 32 queries ask; sinks and the newest 64 entries are never rounded; "
+        "`reserve` more are spared by the rule. `attention` is that of the 32 queries before. The ratio "
+        "to `random` at the same reserve is the geometric mean over windows, with a 95 % interval.",
         "",
-        *rows(("bits", "rule", "reserve", "error", "against random"), body),
+        *rows(("rounded", "bits", "rule", "error", "against random"), body),
     ]
 
 
@@ -90,16 +87,14 @@ def text_part(runs: Path) -> list[str]:
         "## Log-likelihood of text",
         "",
         f"{len(full)} chapters of the Python reference that comes with CPython (`pydoc_data.topics`), "
-        "their first "
-        "768 tokens, read 32 at a time with an eviction after each. `more than full` is the paired "
-        "difference to "
-        f"the full cache ({full.mean():.4f} nats per token), 95 % interval over chapters (Student's t).",
+        "their first 768 tokens, read 32 at a time with an eviction after each. `more than full` is the "
+        f"paired difference to the full cache ({full.mean():.4f} nats per token), 95 % interval over "
+        "chapters (Student's t).",
         "",
         f"### SnapKV at the bytes of {PLAIN} full entries",
         "",
         "Every arm holds as many bytes per head, in the middle of a period; what is saved on bits buys "
-        "entries. "
-        "Protected arms keep 4 sinks, the newest 16 and a reserve of 32 in full precision.",
+        "entries. Protected arms keep 4 sinks, the newest 16 and a reserve of 32 in full precision.",
         "",
     ]
     lines += rows(
@@ -117,10 +112,8 @@ def text_part(runs: Path) -> list[str]:
         body = [[name.replace("-", " "), mean_interval(nats(each["scores"]) - full)] for name, each in stock]
         lines += [
             "transformers' own quantized cache (optimum-quanto, groups of 32, newest 32 entries in full "
-            "precision; "
-            "`channel`: keys with `axis_key=-1`, KIVI's way; `token`: `axis_key=0`; it rounds what it "
-            "holds anew "
-            "every 32 tokens):",
+            "precision; `channel`: keys with `axis_key=-1`, KIVI's way; `token`: `axis_key=0`; it rounds "
+            "what it holds anew every 32 tokens):",
             "",
             *rows(("cache", "more than full"), body),
         ]
@@ -182,10 +175,9 @@ def needle_part(runs: Path) -> list[str]:
         "## Needles",
         "",
         f"{len(found)} needles at depths spread evenly in {head['length']} tokens, SmolLM2-135M-Instruct. "
-        "KeyDiff at "
-        f"the bytes of {PLAIN} full entries per head; the prompt is evicted, and rounded, when it has "
-        "been read. "
-        "Intervals in percent are Wilson's; nats per digit of the right answer after its first token.",
+        f"KeyDiff at the bytes of {PLAIN} full entries per head; the prompt is evicted, and rounded, when "
+        "it has been read. Intervals in percent are Wilson's; nats per digit of the right answer after "
+        "its first token.",
         "",
         *rows(("arm", "entries", "found", "nats per digit", "against random"), body),
     ]
@@ -235,12 +227,10 @@ def trace_part(runs: Path) -> list[str]:
     return [
         "## The built-in reasoner",
         "",
-        f"`trace` (size M), {header.model}, {header.problems} dev problems, greedy, everything stays, "
-        "buffer 16. "
-        "Protected arms keep 4 sinks, the newest 16 and a reserve of 32. Differences are paired by "
-        "problem, p "
-        f"corrected by Holm over {len(tests)} comparisons. `measured bytes` of a batch: full entries in "
-        "float32.",
+        f"`trace` (size S), {header.model}, {header.problems} dev problems, greedy, everything stays, "
+        "buffer 16. Protected arms keep 4 sinks, the newest 16 and a reserve of 16. Differences are "
+        f"paired by problem, p corrected by Holm over {len(tests)} comparisons. `measured bytes` of a "
+        "batch: full entries in float32.",
         "",
         *rows(("arm", "measured bytes", "score", "against full", "against random"), body),
     ]
@@ -253,11 +243,9 @@ def page(runs: Path, out: Path) -> None:
         "# Entries in few bits at equal bytes",
         "",
         f"SmolLM2-135M-Instruct (weights {error['model_sha256'][:12]}) and trace-1, float32, one thread. "
-        "Bytes are "
-        f"counted as a model in 16 bits holds them: {2 * 2 * 64} for an entry in full precision, "
+        f"Bytes are counted as a model in 16 bits holds them: {2 * 2 * 64} for an entry in full precision, "
         f"{few_bytes(8)}, {few_bytes(4)} and {few_bytes(2)} in 8, 4 and 2 bits with groups of 32, scales "
-        "included. "
-        "Written by `python scripts/quantized_results.py run` and `… page`; headers in "
+        "included. Written by `python scripts/quantized_results.py run` and `… page`; headers in "
         "`quantized-headers.jsonl`.",
         "",
     ]

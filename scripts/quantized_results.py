@@ -45,7 +45,7 @@ from kvkeep.policies.compose import policy as make_policy
 
 #: Chapters of the Python reference, as in smollm2.md and two more.
 TOPICS = ("specialnames", "compound", "formatstrings", "typesseq", "import", "debugger")
-WINDOW = 768
+WINDOW, READ = 768, 4  # tokens of a window; chapters that are read for their likelihood
 
 
 def load(model: str) -> Loaded:
@@ -79,13 +79,13 @@ def todo(folder: Path, arms: dict[str, Arm]) -> Iterator[tuple[str, Arm, Path]]:
 
 def run_text(runs: Path, model: str) -> None:
     """Log-likelihood of the chapters: each arm reads all of them."""
-    arms = {**BOUNDED, **UNBOUNDED}
+    arms = {"full": UNBOUNDED["full"], **BOUNDED, **UNBOUNDED}
     left = list(todo(runs / "text", arms))
     stock = [one for one in STOCK if not (runs / "text" / f"{one}.json").exists()]
     if not left and not stock:
         return
     loaded = load(model)
-    ids, about = windows(loaded), facts(loaded, model)
+    ids, about = windows(loaded)[:READ], facts(loaded, model)
     for name, arm, out in left:
         begin = time.monotonic()
         scores = read_windows(
@@ -190,8 +190,8 @@ def run_trace(runs: Path, problems: int) -> None:
         if (out / "done").exists():
             continue
         spec = make_policy(arm.name).name if arm.budget is None else arm.name
-        words = ["eval", "--task", "trace(size=M)", "--model", "trace-1", "--policy", spec, "--out", str(out)]
-        words += ["--limit", str(problems), "--batch-size", "50", "--buffer", "16", "--threads", "1"]
+        words = ["eval", "--task", "trace(size=S)", "--model", "trace-1", "--policy", spec, "--out", str(out)]
+        words += ["--limit", str(problems), "--batch-size", "100", "--buffer", "16", "--threads", "1"]
         words += ["--json", "--resume", *arm.flags()]
         begin, sys.argv = time.monotonic(), ["kvkeep", *words]
         app(words, standalone_mode=False)

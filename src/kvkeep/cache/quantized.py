@@ -85,22 +85,18 @@ class MixedStore(Generic[Part]):
         """Names of what is kept beside keys, values and positions."""
         return self.full.extras
 
-    @property
-    def dims(self) -> dict[str, int]:
-        """Channels of a key and of a value."""
-        tensors = self.full.memory.tensors()
-        return {name: int(tensors[name].shape[-1]) for name in ("keys", "values")}
-
-    def decoded(self, name: str, rows: Sequence[int] | None = None) -> Tensor:
-        """``keys`` or ``values`` in low bits, read back: ``[rows, kv_heads, entries, dim]``."""
-        stored = self.low.padded(rows, name)[name]
-        dtype = self.full.memory.tensors()[name].dtype
-        return few_bits.decode(stored, self.precision.bits, self.precision.group, self.dims[name], dtype)
-
     def side_by_side(self, name: str, rows: Sequence[int] | None = None) -> Tensor:
         """The low entries, then the full ones, each part as long as its longest head."""
-        low = self.decoded(name, rows) if name in ("keys", "values") else self.low.padded(rows, name)[name]
-        return torch.cat([low, self.full.padded(rows, name)[name]], 2)
+        exact: Tensor = self.full.padded(rows, name)[name]
+        low: Tensor = self.low.padded(rows, name)[name]
+        if name not in ("keys", "values"):
+            return torch.cat([low, exact], 2)
+        split = low.shape[2]
+        both = exact.new_empty((*exact.shape[:2], split + exact.shape[2], exact.shape[3]))
+        bits, group = self.precision.bits, self.precision.group
+        few_bits.decode(low, bits, group, exact.shape[3], exact.dtype, out=both[:, :, :split])
+        both[:, :, split:].copy_(exact)
+        return both
 
     def _valid(self, rows: Sequence[int] | None) -> tuple[Tensor, int]:
         """Which slots side by side hold an entry, and how many of them are low."""
