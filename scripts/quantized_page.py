@@ -13,12 +13,14 @@ from scipy import stats
 
 from kvkeep.evaluation.comparison import compare
 from kvkeep.evaluation.records import Run
-from kvkeep.evaluation.report.summary import summarise
 from kvkeep.evaluation.runlog import read_run
 from kvkeep.evaluation.statistics.accuracy import accuracy
 from kvkeep.evaluation.statistics.correction import corrected
+from kvkeep.evaluation.statistics.problem_means import ProblemMeans, problem_means
 
 TABLE = "|---"
+#: Arms of the reasoner that the protected ones are compared with.
+BASES = ("full, 2 bits, none", "full, 2 bits, random")
 
 
 def mean_interval(values: Sequence[float]) -> str:
@@ -188,6 +190,12 @@ def _random(arm: Arm, name: str) -> str:
     return other if other in NEEDLE else name
 
 
+def _share(means: ProblemMeans) -> str:
+    found = accuracy(means)
+    low, high = found.interval
+    return f"{100 * found.estimate:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
 def trace_part(runs: Path) -> list[str]:
     """Scores of the reasoner, paired with its full cache and with random protection."""
     done: dict[str, Run] = {}
@@ -197,11 +205,12 @@ def trace_part(runs: Path) -> list[str]:
             done[name] = read_run(folder)
     tests = {}
     for name in done:
-        for base in ("full", "full, 2 bits, random"):
-            protected = "2 bits" in name and not name.endswith(("none", "random"))
-            if base in done and name != base and (base == "full" or protected):
+        for base in BASES:
+            rule = name.rpartition(", ")[2]
+            protected = "2 bits" in name and rule != "none" and (rule != "random" or base != BASES[1])
+            if base in done and protected:
                 tests[name, base] = compare(
-                    done[base], done[name], metric="score", allow=["cache", "versions", "precision"]
+                    done[base], done[name], metric="score", allow=["cache", "versions"]
                 ).difference
     adjusted = corrected({key: one.p for key, one in tests.items()}, "holm")
 
@@ -216,10 +225,11 @@ def trace_part(runs: Path) -> list[str]:
     body = [
         [
             name,
-            f"{summarise(run).kv_bytes or 0:,}",
-            f"{accuracy(run, metric='score')}",
-            cell(name, "full"),
-            cell(name, "full, 2 bits, random"),
+            f"{run.mean_cache:.0f}",
+            f"{trace_arms()[name].bytes_at(run.mean_cache):,.0f}",
+            _share(problem_means(run.samples, "score")),
+            _share(problem_means(run.samples, "accuracy")),
+            *(cell(name, base) for base in BASES),
         ]
         for name, run in done.items()
     ]
@@ -229,10 +239,21 @@ def trace_part(runs: Path) -> list[str]:
         "",
         f"`trace` (size S), {header.model}, {header.problems} dev problems, greedy, everything stays, "
         "buffer 16. Protected arms keep 4 sinks, the newest 16 and a reserve of 16. Differences are "
-        f"paired by problem, p corrected by Holm over {len(tests)} comparisons. `measured bytes` of a "
-        "batch: full entries in float32.",
+        f"paired by problem, p corrected by Holm over {len(tests)} comparisons; the arms without a "
+        "reserve are compared by their intervals. `bytes per head` at the mean cache.",
         "",
-        *rows(("arm", "measured bytes", "score", "against full", "against random"), body),
+        *rows(
+            (
+                "arm",
+                "mean cache",
+                "bytes per head",
+                "score",
+                "all parts right",
+                "score against none",
+                "score against random",
+            ),
+            body,
+        ),
     ]
 
 
@@ -252,9 +273,7 @@ def page(runs: Path, out: Path) -> None:
     for part in (lambda: error_part(error), lambda: text_part(runs), lambda: needle_part(runs),
                  lambda: trace_part(runs)):  # fmt: skip
         lines += part()
-    notes = out.with_name("quantized-notes.md")
-    if notes.exists():
-        lines += notes.read_text().splitlines()
+    lines += Path(__file__).with_suffix(".md").read_text().splitlines()
     out.write_text("\n".join(lines).rstrip() + "\n")
     heads = [{key: value for key, value in error.items() if key != "rows"}]
     heads += [

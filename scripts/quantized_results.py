@@ -79,14 +79,22 @@ def todo(folder: Path, arms: dict[str, Arm]) -> Iterator[tuple[str, Arm, Path]]:
 
 def run_text(runs: Path, model: str) -> None:
     """Log-likelihood of the chapters: each arm reads all of them."""
-    arms = {"full": UNBOUNDED["full"], **BOUNDED, **UNBOUNDED}
-    left = list(todo(runs / "text", arms))
-    stock = [one for one in STOCK if not (runs / "text" / f"{one}.json").exists()]
-    if not left and not stock:
-        return
     loaded = load(model)
     ids, about = windows(loaded)[:READ], facts(loaded, model)
-    for name, arm, out in left:
+    read_text(runs, loaded, ids, about, {"full": UNBOUNDED["full"], **BOUNDED})
+    for name, settings in STOCK.items():
+        out = runs / "text" / f"{name}.json"
+        found = [] if out.exists() else stock_scores(loaded, ids, settings)
+        if found:
+            write(out, json.dumps({**about, "stock": settings, "scores": found}))
+    read_text(runs, loaded, ids, about, UNBOUNDED)
+
+
+def read_text(
+    runs: Path, loaded: Loaded, ids: torch.Tensor, about: dict[str, Any], arms: dict[str, Arm]
+) -> None:
+    """Read the chapters under the arms that have no file yet."""
+    for name, arm, out in todo(runs / "text", arms):
         begin = time.monotonic()
         scores = read_windows(
             loaded.model, arm.policy(prefill="chunk"), ids, chunk=BUFFER, precision=arm.precision
@@ -95,12 +103,6 @@ def run_text(runs: Path, model: str) -> None:
         seconds = round(time.monotonic() - begin, 1)
         write(out, json.dumps({**about, "arm": arm.as_dict(), "seconds": seconds, "scores": found}))
         note(f"text {name}: {sum(sum(each.nats) for each in scores) / ids.numel():.4f} nats, {seconds} s")
-    for name in stock:
-        found = stock_scores(loaded, ids, STOCK[name])
-        if found:
-            write(
-                runs / "text" / f"{name}.json", json.dumps({**about, "stock": STOCK[name], "scores": found})
-            )
 
 
 @torch.inference_mode()
