@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from kvkeep.cli.eval_setup import BatchSize
 from kvkeep.cli.options import AsJson, Threads
 from kvkeep.cli.tables import show_table
 from kvkeep.core.errors import ConfigError
@@ -50,6 +51,7 @@ def design_space(
     screen_only: Annotated[bool, typer.Option("--screen-only", help="Stop after the screening.")] = False,
     show: Annotated[bool, typer.Option("--show", help="List the mechanisms and run nothing.")] = False,
     page: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    batch_size: BatchSize = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -85,7 +87,7 @@ def design_space(
         problems=problems,
         draws=draws,
         tolerance=tolerance,
-        batch_size=kind_of(task).batch_size,
+        batch_size=kind_of(task).batch_size if batch_size is None else batch_size,
     )
     stages = Stages(settings, SetupBench(task_text=task, threads=threads), out, on_stage=report.note)
     found = results.screening(stages) if screen_only else results.whole(stages)

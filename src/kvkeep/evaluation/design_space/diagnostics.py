@@ -79,7 +79,7 @@ def diagnose(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def iso_cache(evidence: Evidence) -> Finding:
-    """Equal at the end of the prompt, unequal while writing: the gain is gone when the mean cache is equal.
+    """Equal at the end of the prompt, unequal while writing: less than half is left at an equal mean cache.
 
     Compared on the same problems: those of the screening.
     """
@@ -95,7 +95,7 @@ def iso_cache(evidence: Evidence) -> Finding:
     gain, matched = screening.difference.estimate, small.estimate
     return Finding(
         name="iso-cache underperformance",
-        present=gain > 0 >= matched,
+        present=gain > 0 and matched < gain / 2,
         why=f"{_pp(gain)} with {_percent(screening.cache_ratio)} of the base's mean cache, {_pp(matched)} "
         f"with {_percent(dev.cache_ratio)}, on the same {count} problems",
     )

@@ -9,6 +9,7 @@ matched on dev problems, the plan sealed, held-out problems, two models, correct
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from kvkeep.core.budget import Budget, PromptMode
 from kvkeep.core.errors import ConfigError
+from kvkeep.core.files import atomic_path
 from kvkeep.evaluation.comparison import Comparison, compare
 from kvkeep.evaluation.design_space.mechanisms import Arm, Mechanism
 from kvkeep.evaluation.design_space.proxy import Nats
@@ -201,16 +203,28 @@ class Stages:
 
     def nats(self, pairs: Mapping[str, Mapping[str, tuple[Run, Run]]]) -> dict[str, tuple[Nats, Nats]]:
         """The internal number, baseline and challenger, at the budgets that were matched."""
-        settings, model = self.settings, self.settings.models[0]
-        baseline = self.bench.nats(settings.baseline(), model)
+        settings = self.settings
+        baseline = self._nats(BASELINE, settings.baseline())
         found = {}
         for number, mechanism in self._numbered():
             self._say(f"predicting right answers {number}: {mechanism.name}")
-            entries = pairs[mechanism.name][model][1].header.budget["entries"]
-            nats = self.bench.nats(settings.arm(mechanism).with_entries(entries), model)
+            entries = pairs[mechanism.name][settings.models[0]][1].header.budget["entries"]
+            nats = self._nats(mechanism.name, settings.arm(mechanism).with_entries(entries))
             if baseline is not None and nats is not None:
                 found[mechanism.name] = (baseline, nats)
         return found
+
+    def _nats(self, name: str, arm: Arm) -> Nats | None:
+        """What was read before, or reads it."""
+        path = self.out / "nats" / f"{name}-{arm.policy.amount.count}.json"
+        if path.exists():
+            return Nats(per_text=tuple(json.loads(path.read_text(encoding="utf-8"))))
+        nats = self.bench.nats(arm, self.settings.models[0])
+        if nats is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path) as temporary:
+                temporary.write_text(json.dumps(nats.per_text), encoding="utf-8")
+        return nats
 
     def _numbered(self) -> Iterator[tuple[str, Mechanism]]:
         every = self.settings.mechanisms
