@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.core.decision import KeepDecision
-from kvkeep.merging.gone import gone, listed, take
+from kvkeep.merging.gone import gone, listed, take, wide
 
 # Upper bound of the elements of one block of who gives to whom.
 _BLOCK_ELEMENTS = 1 << 24
@@ -49,8 +49,7 @@ def merge_cam(
 
     Source: CaM, in kvpress (methods 7.15).
     """
-    leaving = gone(decision, valid)
-    old = values.gather(2, decision.indices[..., None].expand(*decision.indices.shape, values.shape[-1]))
+    leaving, old = gone(decision, valid), take(values, decision.indices)
     if leaving.max_kept == 0 or decision.max_kept == 0:
         return old
     keep = decision.mask(valid.shape[-1])
@@ -66,12 +65,12 @@ def merge_cam(
     place = torch.arange(decision.max_kept, device=values.device)
     batch, heads, kept = received.shape
     block = max(1, _BLOCK_ELEMENTS // (batch * heads * kept))
-    added = torch.zeros_like(take(values, decision.indices))
+    added = torch.zeros_like(wide(old))
     for start in range(0, leaving.max_kept, block):
         part = slice(start, start + block)
         gives = (place[:, None] >= first[:, :, None, part]) & (place[:, None] < last[:, :, None, part])
         gives &= merges[:, :, None, part]
-        spread = take(values, leaving.indices[..., part]) / size[..., part, None].clamp(min=1)
+        spread = wide(take(values, leaving.indices[..., part])) / size[..., part, None].clamp(min=1)
         added += gives.to(spread.dtype) @ spread
     # What nothing is added to keeps its value to the last bit.
     return torch.where(added != 0, (old + added).to(values.dtype), old)

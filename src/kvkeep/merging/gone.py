@@ -29,6 +29,13 @@ def listed(decision: KeepDecision) -> Tensor:
 
 
 def take(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Entries ``[batch, kv_heads, n, dim]`` of ``[batch, kv_heads, entries, dim]``, float32 at least."""
-    chosen = tensor.gather(2, indices[..., None].expand(*indices.shape, tensor.shape[-1]))
-    return chosen.to(torch.promote_types(tensor.dtype, torch.float32))
+    """Entries ``[batch, kv_heads, n, dim]`` of ``[batch, kv_heads, entries, dim]``, whole vectors at once."""
+    batch, heads, entries, dim = tensor.shape
+    first = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * entries
+    flat = tensor.reshape(-1, dim).index_select(0, (first + indices).reshape(-1))
+    return flat.view(batch, heads, -1, dim)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The same numbers in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

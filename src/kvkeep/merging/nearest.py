@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.core.decision import KeepDecision
-from kvkeep.merging.gone import gone, listed, take
+from kvkeep.merging.gone import gone, listed, take, wide
 
 # Upper bound of the elements of one block of similarities.
 _BLOCK_ELEMENTS = 1 << 24
+# Length below which a vector has no direction.
+_SHORTEST = 1e-30
 
 
 def merge_nearest(keys: Tensor, values: Tensor, valid: Tensor, decision: KeepDecision) -> Tensor:
@@ -36,26 +37,29 @@ def merge_nearest(keys: Tensor, values: Tensor, valid: Tensor, decision: KeepDec
 
     Source: kvpress, merging press (methods 7.15, variant).
     """
-    leaving = gone(decision, valid)
-    old = values.gather(2, decision.indices[..., None].expand(*decision.indices.shape, values.shape[-1]))
+    leaving, old = gone(decision, valid), take(values, decision.indices)
     if leaving.max_kept == 0 or decision.max_kept == 0:
         return old
-    home = F.normalize(take(keys, decision.indices), dim=-1)
-    own = take(values, decision.indices)
-    joined = torch.zeros_like(own)
-    weight = own.new_zeros(own.shape[:3])
-    stays, goes = listed(decision), listed(leaving)
-    batch, heads, kept = stays.shape
+    home = wide(take(keys, decision.indices))
+    # The length of the evicted key scales all of its cosines alike: it is not asked for.
+    scale = torch.linalg.vector_norm(home, dim=-1).clamp(min=_SHORTEST)[:, :, None]
+    absent = ~listed(decision)[:, :, None]
+    batch, heads, kept, dim = old.shape
     block = max(1, _BLOCK_ELEMENTS // (batch * heads * kept))
+    parts = []
     for start in range(0, leaving.max_kept, block):
-        part = slice(start, start + block)
-        indices = leaving.indices[..., part]
-        cosines = F.normalize(take(keys, indices), dim=-1) @ home.transpose(-1, -2)
-        target = cosines.masked_fill(~stays[:, :, None], float("-inf")).argmax(-1)
-        moved = take(values, indices)
-        length = torch.linalg.vector_norm(moved, dim=-1).masked_fill(~goes[..., part], 0.0)
-        joined.scatter_add_(2, target[..., None].expand_as(moved), length[..., None] * moved)
-        weight.scatter_add_(2, target, length)
-    length = torch.linalg.vector_norm(own, dim=-1)
-    mixed = (length[..., None] * own + joined) / (length + weight).clamp(min=1e-30)[..., None]
-    return torch.where((weight > 0)[..., None], mixed.to(values.dtype), old)
+        away = wide(take(keys, leaving.indices[..., start : start + block]))
+        cosines = (away @ home.transpose(-1, -2)).div_(scale)
+        parts.append(cosines.masked_fill_(absent, float("-inf")).argmax(-1))
+    target = torch.cat(parts, dim=-1)
+    guests = wide(take(values, leaving.indices))
+    length = torch.linalg.vector_norm(guests, dim=-1).masked_fill(~listed(leaving), 0.0)
+    weight = length.new_zeros(batch, heads, kept).scatter_add_(2, target, length)
+    place = target[..., None].expand(-1, -1, -1, dim)
+    joined = guests.new_zeros(old.shape).scatter_add_(2, place, length[..., None] * guests)
+    # From here on only where somebody has joined; hosts of several guests are written several times, alike.
+    host, weight = wide(take(old, target)), weight.gather(2, target)[..., None]
+    own = torch.linalg.vector_norm(host, dim=-1, keepdim=True)
+    mixed = (own * host + take(joined, target)) / (own + weight).clamp(min=_SHORTEST)
+    mixed = torch.where(weight > 0, mixed, host)
+    return old.scatter(2, place, mixed.to(old.dtype))
