@@ -30,7 +30,7 @@ from kvkeep.testbed.shipped import shipped_gates
 
 CHAIN = 360  # mean length of a right chain of size M, as in trace_results.py
 SHARES = (2, 4, 8)
-MORE = (256,)  # a token budget beyond half of the chain: how much reading is enough
+MORE = (256, 64)  # further token budgets: how much reading is enough
 GATES = "trace-1-blocks"
 ALLOW = ("cache", "versions")
 
@@ -47,6 +47,11 @@ EVICTORS = {
     "vase-dkv": ("--policy", "vase-dkv", "--buffer", "16"),
     "snapkv, prompt counts": ("--policy", "snapkv", "--buffer", "16", "--prompt-mode", "counts"),
 }
+#: Further policies that evict, run last.
+FURTHER = {
+    "lazy-eviction": ("--policy", "lazy-eviction", "--buffer", "16"),
+    "raas": ("--policy", "raas", "--buffer", "16"),
+}
 #: What is compared: question -> baseline, challenger.
 QUESTIONS = {
     "a trained gate against bounds": ("quest", "seer-attention"),
@@ -56,6 +61,25 @@ QUESTIONS = {
     "about as much read: eviction of everything alike": ("keydiff, prompt counts", "quest"),
     "the same with the gate": ("keydiff, prompt counts", "seer-attention"),
 }
+
+#: What a reader should take from the tables; no figures, those stand in them.
+READING = """## What it says
+
+- Reading half as many entries as a chain has tokens, out of everything, nearly keeps the full score, and
+  a gate reads fewer for it than bounds: its query heads read the same blocks. At a quarter both fall, the
+  gate by much less. At an eighth there is hardly anything to choose: two blocks of sixteen are the first
+  and the newest, where Quest reads three pages a query head in any case. With 64 entries both can choose
+  again.
+- Neither kind of policy dominates the other. KeyDiff with the prompt kept holds the full score at every
+  budget: it stores less than a selector and reads more. A selector stores everything, and more than the
+  full cache does where chains break and run on to the length limit.
+- At about as much read, eviction that lets the prompt compete fails: what it throws away is the program.
+  That is what a selector is for: a step that needs an entry once more can still have it.
+- Attention of this model is scattered: the best choice of six blocks of sixteen misses a fifth of it.
+  Blocks read fifteen neighbours along with every entry that matters, and the token budgets here are a few
+  blocks.
+- One training of the gates, one draw a problem: seeds were not varied. SmolLM2 and blocks of 64 were not
+  tried."""
 
 
 def entries(share: int) -> int:
@@ -78,11 +102,20 @@ def plan(runs: Path) -> dict[Path, tuple[str, ...]]:
         for arm, flags in EVICTORS.items():
             if arm != "snapkv, prompt counts" or share == 4:  # one budget of it says enough
                 wanted[folder(runs, arm, count)] = (*flags, "--budget", str(count))
-        if share == 2:
+        if share == 8:
             for more in MORE:
                 for arm, flags in SELECTORS.items():
                     wanted[folder(runs, arm, more)] = (*flags, "--token-budget", str(more))
+    for share in (4, 2, 8):
+        for arm, flags in FURTHER.items():
+            wanted[folder(runs, arm, entries(share))] = (*flags, "--budget", str(entries(share)))
     return wanted
+
+
+def command(flags: tuple[str, ...], model: str, problems: int) -> list[str]:
+    """The command of a run, without its folder."""
+    size = ["--limit", str(problems), "--batch-size", str(problems), "--threads", "1"]
+    return ["kvkeep", "eval", *flags, "--model", model, *size]
 
 
 def finished(place: Path) -> Run | None:
@@ -96,14 +129,13 @@ def finished(place: Path) -> Run | None:
 def run_all(given: argparse.Namespace) -> None:
     """Run what is missing."""
     given.runs.mkdir(parents=True, exist_ok=True)
-    common = ["--model", given.model, "--limit", str(given.problems), "--batch-size", str(given.problems)]
-    common += ["--threads", "1"]
     for place, flags in plan(given.runs).items():
         if finished(place) is not None:
             continue
         started, more = time.perf_counter(), ["--resume"] if (place / "run.jsonl").exists() else []
         with contextlib.redirect_stdout(io.StringIO()):
-            app(["eval", *flags, *common, "--out", str(place), *more], standalone_mode=False)
+            words = command(flags, given.model, given.problems)
+            app([*words[1:], "--out", str(place), *more], standalone_mode=False)
         run = read_log(place).run
         score = accuracy(problem_means(run.samples, "score"))
         sys.stderr.write(
@@ -138,7 +170,7 @@ def table(runs: Path, count: int, full: Run) -> list[str]:
     """All arms at one number of entries."""
     lines = [HEAD, row("full", "–", full)]
     found = []
-    for arm in (*SELECTORS, *EVICTORS):
+    for arm in (*SELECTORS, *EVICTORS, *FURTHER):
         run = finished(folder(runs, arm, count))
         if run is None:
             continue
@@ -232,7 +264,7 @@ def page(given: argparse.Namespace) -> None:
         ]
     lines += ["## How much reading is enough", "", HEAD]
     for arm in SELECTORS:
-        for count in (*reversed(MORE), *map(entries, SHARES)):
+        for count in sorted((*MORE, *map(entries, SHARES)), reverse=True):
             if (run := finished(folder(runs, arm, count))) is not None:
                 lines.append(row(arm, f"{count} read", run))
     lines += [
@@ -249,10 +281,13 @@ def page(given: argparse.Namespace) -> None:
     for question, (baseline, challenger) in QUESTIONS.items():
         cells = differences(runs, baseline, challenger)
         lines.append(f"| {question} | {challenger} − {baseline} | " + " | ".join(cells) + " |")
-    text = "\n".join(lines) + "\n"
-    notes = given.out.with_name("selection-notes.md")
-    given.out.write_text(text + ("\n" + notes.read_text() if notes.exists() else ""))
-    headers = [run.header.as_dict() for place in plan(runs) if (run := finished(place)) is not None]
+    given.out.write_text("\n".join([*lines, "", READING]) + "\n")
+    # Run in one process, the logs know that of this script: the commands stand in the plan.
+    headers = [
+        run.header.as_dict() | {"command": command(flags, what.model, what.problems)}
+        for place, flags in plan(runs).items()
+        if (run := finished(place)) is not None
+    ]
     said = "".join(json.dumps(one) + "\n" for one in headers)
     given.out.with_name("selection-headers.jsonl").write_text(
         re.sub(r'"(?:/[^"/]+)+/([^"/]+)"', r'"\1"', said)

@@ -202,7 +202,9 @@ def _policies(text: str, budget: int, buffer: int | None) -> list[Policy]:
     if not names:
         raise ConfigError("no policy was named: give --policies vase-attnv, or --policies all.")
     options = {"budget": budget} | ({} if buffer is None else {"buffer": buffer})
-    return [policy(name, **options) for name in names]
+    found = [policy(name, **options) for name in names]
+    # Gates belong to one model, and none can be given here.
+    return [each for each in found if not each.traits.gated] if text == "all" else found
 
 
 def _load(
