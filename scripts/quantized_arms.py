@@ -86,11 +86,11 @@ def same_bytes(name: str, precision: Precision, plain: int = PLAIN) -> Arm:
 def bounded(name: str = "snapkv") -> dict[str, Arm]:
     """A policy at the bytes of 128 full entries: fewer bits and more entries, protected or not."""
     arms = {"bounded, 16 bits": Arm(name=name, budget=PLAIN)}
-    for bits in (8, 4, 2):
-        arms[f"bounded, {bits} bits, none"] = same_bytes(name, protecting(bits, "none"))
-    for bits in (4, 2):
-        for rule in RULES:
+    # The rules in turns, so that a run that is stopped has them at either width.
+    for rule in ("none", "range", "random", "policy", "attention", "recent"):
+        for bits in (4, 2):
             arms[f"bounded, {bits} bits, {rule}"] = same_bytes(name, protecting(bits, rule))
+    arms["bounded, 8 bits, none"] = same_bytes(name, protecting(8, "none"))
     return arms
 
 

@@ -20,7 +20,7 @@ from kvkeep.evaluation.statistics.problem_means import ProblemMeans, problem_mea
 
 TABLE = "|---"
 #: Arms of the reasoner that the protected ones are compared with.
-BASES = ("full, 2 bits, none", "full, 2 bits, random")
+BASES = ("full, 2 bits, none", "full, 2 bits, random", "full, 4 bits, none")
 
 
 def mean_interval(values: Sequence[float]) -> str:
@@ -162,15 +162,13 @@ def needle_part(runs: Path) -> list[str]:
         right = sum(one["correct"] for one in each)
         low, high = stats.binomtest(right, len(each)).proportion_ci(method="wilson")
         cost = [float(np.mean(one["nats"][1:])) for one in each]
-        base = [float(np.mean(row["arms"][_random(arm, name)]["nats"][1:])) for row in found]
-        same = arm.precision is None or arm.precision.protect in ("random", "none")
         body.append(
             [
                 name,
                 "all" if arm.budget is None else str(arm.budget),
                 f"{right} of {len(each)} [{100 * low:.0f}, {100 * high:.0f}]",
                 f"{np.mean(cost):.3f}",
-                "–" if same else mean_interval(np.array(cost) - np.array(base)),
+                *(_against(arm, name, base, found) for base in ("random", "none", "16 bits")),
             ]
         )
     return [
@@ -181,13 +179,28 @@ def needle_part(runs: Path) -> list[str]:
         "it has been read. Intervals in percent are Wilson's; nats per digit of the right answer after "
         "its first token.",
         "",
-        *rows(("arm", "entries", "found", "nats per digit", "against random"), body),
+        *rows(
+            (
+                "arm",
+                "entries",
+                "found",
+                "nats per digit",
+                "against random",
+                "against none",
+                "against 16 bits",
+            ),
+            body,
+        ),
     ]
 
 
-def _random(arm: Arm, name: str) -> str:
-    other = f"{arm.precision.bits} bits, random" if arm.precision else name
-    return other if other in NEEDLE else name
+def _against(arm: Arm, name: str, base: str, found: Sequence[dict[str, Any]]) -> str:
+    """Paired difference in nats per digit to an arm at the same bits (or in full precision)."""
+    other = base if base == "16 bits" else f"{arm.precision.bits} bits, {base}" if arm.precision else name
+    if arm.budget is None or other == name or (name.endswith("none") and base == "random"):
+        return "–"
+    cost = [[float(np.mean(row["arms"][each]["nats"][1:])) for each in (name, other)] for row in found]
+    return mean_interval([mine - theirs for mine, theirs in cost])
 
 
 def _share(means: ProblemMeans) -> str:
@@ -239,8 +252,8 @@ def trace_part(runs: Path) -> list[str]:
         "",
         f"`trace` (size S), {header.model}, {header.problems} dev problems, greedy, everything stays, "
         "buffer 16. Protected arms keep 4 sinks, the newest 16 and a reserve of 16. Differences are "
-        f"paired by problem, p corrected by Holm over {len(tests)} comparisons; the arms without a "
-        "reserve are compared by their intervals. `bytes per head` at the mean cache.",
+        f"paired by problem, p corrected by Holm over {len(tests)} comparisons. `bytes per head` "
+        "at the mean cache.",
         "",
         *rows(
             (
@@ -251,6 +264,7 @@ def trace_part(runs: Path) -> list[str]:
                 "all parts right",
                 "score against none",
                 "score against random",
+                "score against 4 bits for all",
             ),
             body,
         ),
