@@ -100,7 +100,16 @@ def text_part(runs: Path) -> list[str]:
         "",
     ]
     lines += rows(
-        *_text_rows(BOUNDED, of, full, ("bounded, {bits} bits, random", "bounded, {bits} bits, none"))
+        *_text_rows(
+            BOUNDED,
+            of,
+            full,
+            {
+                "against random": "bounded, {bits} bits, random",
+                "against none": "bounded, {bits} bits, none",
+                "against 16 bits": "bounded, 16 bits",
+            },
+        )
     )
     lines += [
         "### Everything stays",
@@ -108,7 +117,7 @@ def text_part(runs: Path) -> list[str]:
         "No eviction. Protected arms have a reserve of 64. `bytes` at the end of a chapter, per head.",
         "",
     ]
-    lines += rows(*_text_rows(UNBOUNDED, of, full, ("full, {bits} bits, random", None)))
+    lines += rows(*_text_rows(UNBOUNDED, of, full, {"against random": "full, {bits} bits, random"}))
     stock = [(name, found[name]) for name in STOCK if name in found]
     if stock:
         body = [[name.replace("-", " "), mean_interval(nats(each["scores"]) - full)] for name, each in stock]
@@ -125,10 +134,9 @@ def text_part(runs: Path) -> list[str]:
 
 
 def _text_rows(
-    arms: dict[str, Arm], of: Any, full: np.ndarray, bases: tuple[str, str | None]
+    arms: dict[str, Arm], of: Any, full: np.ndarray, bases: dict[str, str]
 ) -> tuple[tuple[str, ...], list[list[str]]]:
-    head = ["arm", "entries", "bytes per head", "more than full", "against random"]
-    head += ["against none"] if bases[1] else []
+    """``bases``: heading -> arm to compare with, ``{bits}`` of the arm itself in its name."""
     body = []
     for name, arm in arms.items():
         log = of(name)
@@ -138,15 +146,13 @@ def _text_rows(
         size = arm.bytes_at() if arm.budget else arm.bytes_at(768)
         line = [name, str(arm.budget or 768), f"{size:,.0f}"]
         line.append(mean_interval(mine - full) if name != "full" else "")
-        for base in bases:
-            if base is None:
-                continue
-            other = None if arm.precision is None else base.format(bits=arm.precision.bits)
-            theirs = of(other) if other and other != name else None
-            plain = arm.precision is None or arm.precision.protect == "none"
-            line.append("–" if theirs is None or plain else mean_interval(mine - nats(theirs["scores"])))
+        for base in bases.values():
+            other = "" if arm.precision is None else base.format(bits=arm.precision.bits)
+            theirs = of(other) if other != name else None
+            bare = arm.precision is not None and arm.precision.protect == "none" and "{bits}" in base
+            line.append("–" if theirs is None or bare else mean_interval(mine - nats(theirs["scores"])))
         body.append(line)
-    return tuple(head), body
+    return ("arm", "entries", "bytes per head", "more than full", *bases), body
 
 
 # -- needles and the reasoner -----------------------------------------------------------------------------
