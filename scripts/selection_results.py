@@ -60,6 +60,8 @@ QUESTIONS = {
     "the same, against the best eviction": ("keydiff", "seer-attention"),
     "about as much read: eviction of everything alike": ("keydiff, prompt counts", "quest"),
     "the same with the gate": ("keydiff, prompt counts", "seer-attention"),
+    "eviction by when entries come back, pauses": ("snapkv", "lazy-eviction"),
+    "the same, pages of the last use": ("snapkv", "raas"),
 }
 
 #: What a reader should take from the tables; no figures, those stand in them.
