@@ -15,7 +15,6 @@ from kvkeep.cli.eval_setup import BatchSize
 from kvkeep.cli.options import AsJson, Threads
 from kvkeep.cli.tables import show_table
 from kvkeep.core.errors import ConfigError
-from kvkeep.core.files import atomic_path
 
 if TYPE_CHECKING:
     from kvkeep.cli.eval_setup import Setup
@@ -92,6 +91,8 @@ def design_space(
     stages = Stages(settings, SetupBench(task_text=task, threads=threads), out, on_stage=report.note)
     found = results.screening(stages) if screen_only else results.whole(stages)
     if page is not None:
+        from kvkeep.core.files import atomic_path
+
         with atomic_path(page) as temporary:
             temporary.write_text(as_page(found, sys.argv[1:]), encoding="utf-8")
     if as_json:
