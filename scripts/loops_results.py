@@ -1,4 +1,4 @@
-"""Loops under five policies on SmolLM2-135M-Instruct, and what went before them: docs/results/loops.md.
+"""Loops under several policies on SmolLM2-135M-Instruct, and what went before them: docs/results/loops.md.
 
     python scripts/loops_results.py run --runs runs/loops --data DATA     # resumable
     python scripts/loops_results.py page --runs runs/loops
@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,22 +21,31 @@ from page_figures import standalone
 
 from kvkeep.cli.app import app
 from kvkeep.core.files import atomic_path
+from kvkeep.evaluation.loops import evictions, start_of
+from kvkeep.evaluation.records import SampleRecord
 from kvkeep.evaluation.report import loops_tables as tables
 from kvkeep.evaluation.report.loops_page import loops_figures
+from kvkeep.evaluation.report.tables import Table
 from kvkeep.evaluation.runlog import read_log, read_run
 
 BUDGET, BUFFER = 128, 16
 PROBLEMS, TOKENS = 24, 300
+SINK_ENTRIES = 30 * 3 * 4  # layers, KV heads, first positions of SmolLM2-135M
 #: Name of an arm -> its policy.
 ARMS = {
     "full": "full",
     "random": "random",
+    "random-sinks": "random(sinks=4)",
     "evict-large": "vase-attnv(select_by=smallest, reserve=0)",
-    "snapkv": "snapkv",
     "vase-attnv": "vase-attnv",
+    "snapkv": "snapkv",
 }
-BESIDE = "random"
-FIGURES = {"loops-begun": "by token", "loops-before": "Place of the value ranges"}
+BESIDE = "random-sinks"
+#: File -> words of its heading on the page, and its title.
+FIGURES = {
+    "loops-begun": ("by token", "Share of texts that are in a loop, by token"),
+    "loops-before": ("Place of the value ranges", "Place of the ranges that go before a loop"),
+}
 
 
 def kvkeep(*words: str) -> str:
@@ -70,8 +80,9 @@ def run(runs: Path, data: Path, arms: list[str]) -> None:
 
 
 def findings(runs: Path, before: int) -> dict[str, Any]:
-    """What `kvkeep analyze loops` says of the arms that are there."""
-    there = [str(runs / arm) for arm in ARMS if (runs / arm / "run.jsonl").exists()]
+    """What `kvkeep analyze loops` says of the arms that are complete."""
+    begun = [runs / arm for arm in ARMS if (runs / arm / "run.jsonl").exists()]
+    there = [str(place) for place in begun if read_log(place).footer is not None]
     flags = ("--beside", BESIDE, "--before", str(before), "--json")
     return dict(json.loads(kvkeep("analyze", "loops", *there, *flags)))
 
@@ -83,6 +94,7 @@ def page(runs: Path, out: Path) -> None:
         "classes": tables.class_table(facts).markdown(),
         "before": tables.before_table(facts).markdown(),
         "loops": tables.loop_table(facts).markdown(),
+        "sinks": sinks_table(runs, facts),
         "examples": examples(runs, facts),
     }
     text = Path(__file__).with_name("loops_page.md").read_text(encoding="utf-8")
@@ -90,10 +102,13 @@ def page(runs: Path, out: Path) -> None:
         text = text.replace(f"<!-- {name} -->", part)
     write(out, text)
     drawn = loops_figures(facts)
-    for file, words in FIGURES.items():
+    for file, (words, title) in FIGURES.items():
         for heading, (drawing, _) in drawn.items():
             if words in heading:
-                write(out.parent.parent / "figures" / f"{file}.svg", standalone(drawing, heading, list(ARMS)))
+                write(
+                    out.parent.parent / "figures" / f"{file}.svg",
+                    standalone(drawing, title, list(facts["arms"])),
+                )
     lines = []
     for arm in facts["arms"]:
         header = read_run(runs / arm).header.as_dict()
@@ -103,6 +118,24 @@ def page(runs: Path, out: Path) -> None:
             request[name] = Path(str(request.get(name))).name
         lines.append(json.dumps(header, sort_keys=True))
     write(out.with_name("loops-headers.jsonl"), "\n".join(lines) + "\n")
+
+
+def sinks_table(runs: Path, facts: dict[str, Any]) -> str:
+    """How much of the first four positions is gone when a loop begins, and after 100 tokens in all texts."""
+    rows = []
+    for arm in facts["arms"]:
+        samples = read_run(runs / arm).samples
+        begun = [gone(one, start) for one in samples if (start := start_of(one)) is not None]
+        later = [gone(one, 100) for one in samples if one.tokens >= 100]
+        cells = (f"{100 * statistics.fmean(each):.0f} %" if each else "–" for each in (begun, later))
+        rows.append((arm, *cells))
+    names = ("run", "sinks gone when a loop begins", "after 100 tokens")
+    return Table(columns=names, rows=tuple(rows)).markdown()
+
+
+def gone(sample: SampleRecord, token: int) -> float:
+    """Share of the first four positions, over all heads, that evictions before a token took."""
+    return sum(one["entries"] * one["sinks"] for one in evictions(sample) if one["at"] < token) / SINK_ENTRIES
 
 
 def examples(runs: Path, facts: dict[str, Any]) -> str:

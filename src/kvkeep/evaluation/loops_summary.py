@@ -22,6 +22,7 @@ from kvkeep.evaluation.statistics.problem_means import problem_means
 
 #: Evictions before a loop that the figure shows.
 SHOWN = 8
+_FEWEST = 4  # problems whose resampled mean has an interval worth showing
 _POINTS = 40  # of the curve of loops begun
 
 
@@ -182,7 +183,7 @@ def _line(leads: Sequence[Lead], feature: str) -> list[float | None]:
 
 
 def _mean(samples: Sequence[SampleRecord], values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Mean over problems of the mean of their texts, with its interval over problems; ``None`` of nothing."""
+    """Mean over problems of the mean of their texts; ``None`` of nothing, no interval over a handful."""
     by_problem: dict[str, list[float]] = {}
     for sample, value in zip(samples, values, strict=True):
         if value is not None:
@@ -190,7 +191,8 @@ def _mean(samples: Sequence[SampleRecord], values: Sequence[float | None]) -> di
     if not by_problem:
         return None
     means = torch.tensor([sum(each) / len(each) for each in by_problem.values()], dtype=torch.float64)
-    return {"value": round_to(float(means.mean())), "interval": mean_interval(means), "problems": len(means)}
+    interval = mean_interval(means) if len(means) >= _FEWEST else None
+    return {"value": round_to(float(means.mean())), "interval": interval, "problems": len(means)}
 
 
 def _loop(sample: SampleRecord, before: int) -> dict[str, Any]:
