@@ -14,11 +14,11 @@ from kvkeep.core.arrays import FloatArray
 from kvkeep.engine.trace import Trace
 
 if TYPE_CHECKING:
+    from kvkeep.engine.cache_state import CacheState
     from kvkeep.engine.layer import RetentionLayer
-    from kvkeep.engine.retention_cache import RetentionCache
 
 
-def allocated_bytes(cache: RetentionCache) -> tuple[int, int]:
+def allocated_bytes(cache: CacheState) -> tuple[int, int]:
     """Bytes of keys and values in managed layers, and bytes beside them in the stores."""
     return allocated([layer.store for layer in cache.managed_layers if layer.store is not None])
 
@@ -42,7 +42,7 @@ def reads_of(layers: Sequence[RetentionLayer]) -> FloatArray:
     return torch.stack([count.to(first) for count in counts], dim=1).cpu().numpy()
 
 
-def trace_of(cache: RetentionCache) -> Trace:
+def trace_of(cache: CacheState) -> Trace:
     """Everything measured so far."""
     counter, (held, beside) = cache.counter, allocated_bytes(cache)
     means = counter.sums / max(counter.steps, 1)

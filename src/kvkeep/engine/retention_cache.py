@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from kvkeep.core.errors import CacheError, ConfigError, UnsupportedError
+from kvkeep.core.errors import CacheError, ConfigError
 from kvkeep.core.policy import Policy
 from kvkeep.core.precision import Precision
 from kvkeep.engine.arguments import (
@@ -22,30 +21,28 @@ from kvkeep.engine.arguments import (
     require_whole,
 )
 from kvkeep.engine.attention import prepare
+from kvkeep.engine.cache_rows import CacheRows
 from kvkeep.engine.dense_layer import DenseLayer
 from kvkeep.engine.eviction import Observer
-from kvkeep.engine.evictor import Evictor
 from kvkeep.engine.fitting import StoreKind, fit, store_kind
 from kvkeep.engine.layer import RetentionLayer
-from kvkeep.engine.measured import allocated_bytes, reads_of, trace_of
+from kvkeep.engine.measured import trace_of
 from kvkeep.engine.mixed_layer import MixedDenseLayer, MixedPagedLayer
 from kvkeep.engine.mixing import recorded_traits, refuse_precision, settled_precision, wanted_precision
 from kvkeep.engine.paged_layer import PagedLayer
 from kvkeep.engine.persistence import load_cache, save_cache
-from kvkeep.engine.pools import Pools, spare_entries
-from kvkeep.engine.row_trace import RowCounter, RowTrace
-from kvkeep.engine.rows import Rows
+from kvkeep.engine.pools import spare_entries
+from kvkeep.engine.row_trace import RowTrace
 from kvkeep.engine.sparse_layer import SparseLayer
 from kvkeep.engine.spec import model_spec
-from kvkeep.engine.step import Step, count_fresh
 from kvkeep.engine.tap import tap
-from kvkeep.engine.trace import Counter, Trace
+from kvkeep.engine.trace import Trace
 
 # Entries that every policy with sane options can live with.
 _NO_BUDGET_NEEDS = 1 << 16
 
 
-class RetentionCache(Cache):
+class RetentionCache(CacheRows):
     """A KV cache of bounded size for ``model.generate(..., past_key_values=cache)``.
 
     Full-attention layers are stored and evicted by kvkeep; layers of other kinds (sliding window,
@@ -185,88 +182,6 @@ class RetentionCache(Cache):
         self.managed_layers: list[RetentionLayer] = [layers[index] for index in self.spec.managed]
         self._start()
 
-    def _start(self) -> None:
-        self.rows, self.counter = Rows(), Counter(len(self.spec.managed), self.spec.kv_heads)
-        self._row_counter = RowCounter(len(self.spec.managed)) if self._trace_rows else None
-        self._bind()
-
-    def _bind(self) -> None:
-        self.evictor = Evictor(
-            self.policy,
-            self.rows,
-            self.counter,
-            max_positions=self.spec.max_positions,
-            context=self._context,
-            profile=self._profile,
-            observer=self._on_eviction,
-        )
-        self.pools = Pools(self.evictor, len(self.spec.managed), self._page_size, self.extras, self.precision)
-        self._step: Step | None = None
-
-    def restore_state(self, rows: Rows, counter: Counter) -> None:
-        """Take over the shared state that a file held."""
-        self.rows, self.counter = rows, counter
-        self._bind()
-
-    @property
-    def eviction_seconds(self) -> float:
-        """Time spent on evictions so far (only with ``profile=True``)."""
-        return self.evictor.seconds
-
-    # -- the engine's side ----------------------------------------------------------------------
-
-    def open_step(self, layer: RetentionLayer, query: Tensor, request: Any) -> Step:
-        """The current forward; the first managed layer opens it."""
-        if layer.place > 0 and self._step is not None:
-            return self._step
-        if self._step is not None:
-            raise CacheError(
-                "an earlier forward stopped half-way, and some layers hold its tokens while others do not: "
-                "start again with an empty cache (cache.reset() empties it)."
-            )
-        batch, _, query_len, _ = query.shape
-        rows = self.rows
-        rows.admit(batch, self._ids)
-        if query_len == 1 and self.evictor.before_token(self.managed_layers):
-            self.pools.give_back(batch)
-        fresh = count_fresh(request, rows.seq_lens, query_len)
-        self._step = Step(rows.seq_lens, fresh, query_len, request, query.device)
-        rows.advance(fresh, query_len)
-        return self._step
-
-    def after_attention(self, layer: RetentionLayer, step: Step) -> None:
-        """Called by each managed layer when it has attended: evict if it is time, and count."""
-        counter, layers = self.counter, self.managed_layers
-        last = layer.place == len(layers) - 1
-        held = layer.stored.held
-        counter.held(layer.place, held)
-        if self._row_counter is not None:
-            self._row_counter.held(layer.place, held)
-        if last:
-            counter.peak_bytes = max(counter.peak_bytes, allocated_bytes(self)[0])
-        evicted = self.evictor.after_layer(layer, step)
-        # A prompt that is evicted as a whole, once it has been read, is left as it is until then.
-        waits = step.query_len > 1 and self.traits.trigger.prefill == "after"
-        if self.traits.scope == "layer" and not waits:
-            evicted = layer.demote() or evicted
-        if last:
-            evicted = self.evictor.after_model(layers, step) or evicted
-            if self.traits.scope == "model" and not waits:
-                evicted = any([each.demote() for each in layers]) or evicted
-            if evicted:
-                self.pools.give_back(held.shape[0])
-            # A prompt of a single token is read, not decoded.
-            decode = step.query_len == 1 and not self.rows.reading_prompt
-            read = reads_of(layers) if decode and self.traits.reads is not None else None
-            counter.after_step([each.stored.held for each in layers], decode=decode, read=read)
-            if self._row_counter is not None:
-                self._row_counter.after_step(decode=decode, read=read)
-            self.rows.columns += step.query_len
-            self.rows.entropy = []
-            self._step = None
-
-    # -- the user's side ------------------------------------------------------------------------
-
     @property
     def trace(self) -> Trace:
         """What was measured so far."""
@@ -286,33 +201,6 @@ class RetentionCache(Cache):
         """Rounds of eviction of each sequence of the batch so far."""
         rounds = np.min([layer.evictions for layer in self.managed_layers], axis=0)
         return [int(count) for count in rounds]
-
-    @property
-    def wants_entropy(self) -> bool:
-        """Whether :meth:`note_entropy` must be called before each token."""
-        return self.traits.trigger.needs_entropy
-
-    def note_entropy(self, nats: Tensor | Sequence[float]) -> None:
-        """Say how unsure the model is of the next token of each row, before that token is stored.
-
-        Parameters
-        ----------
-        nats
-            Entropy of each row's next-token distribution, ``[batch]``
-            (:func:`kvkeep.engine.surprise.entropy_of`). It holds for one forward.
-
-        Raises
-        ------
-        CacheError
-            If there are more or fewer numbers than rows, or one is no entropy.
-        """
-        given = [float(each) for each in (nats.tolist() if isinstance(nats, Tensor) else nats)]
-        rows = len(self.rows.seq_lens)
-        if len(given) != rows:
-            raise CacheError(f"{len(given)} entropies were noted for a cache of {rows} sequences.")
-        if not all(each >= -1e-4 for each in given):  # rounding; NaN is refused
-            raise CacheError(f"entropies {given} are not all numbers of at least 0 nats.")
-        self.rows.entropy = given
 
     def kept_positions(self, layer: int) -> list[list[Tensor]]:
         """Positions held now by a layer: one ascending int64 tensor per sequence and KV head.
@@ -346,79 +234,6 @@ class RetentionCache(Cache):
         for layer in self.managed_layers:
             if layer.store is not None:
                 layer.store.check_integrity()
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, padding included; stored entries are in :attr:`trace`."""
-        return self.rows.columns
-
-    def reset(self) -> None:
-        """Empty the cache for a new batch; policy and seed stay."""
-        super().reset()
-        self._start()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams: row ``i`` becomes what row ``beam_idx[i]`` was."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        rows = len(self.rows.seq_lens)
-        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``, in that order, repeats allowed.
-
-        Raises
-        ------
-        CacheError
-            If no row is named, or one that there is not; nothing has changed then.
-        """
-        index, rows = [int(row) for row in indices.tolist()], len(self.rows.seq_lens)
-        if rows and not (index and all(0 <= row < rows for row in index)):
-            raise CacheError(
-                f"rows {index} cannot be kept of a cache of {rows} sequences: name some row from 0 to "
-                f"{rows - 1} (cache.reset() empties it)."
-            )
-        for place, layer in enumerate(self.layers):
-            if place in self.spec.managed:
-                layer.select_rows(index)
-            elif getattr(layer, "keys", None) is not None:
-                layer.batch_select_indices(indices.to(layer.keys.device))
-        self.rows.select(index)
-        if self._row_counter is not None:
-            self._row_counter.select(index)
-
-    def crop(self, max_length: int) -> None:
-        """Forget the newest tokens: a negative number removes so many, a positive one is the new length.
-
-        Raises
-        ------
-        CacheError
-            If it reaches back past an eviction: what was evicted cannot be brought back.
-        """
-        removed = -max_length if max_length <= 0 else max(0, self.rows.columns - max_length)
-        if removed == 0:
-            return
-        lens = self.rows.lens_without(removed)
-        for index, layer in enumerate(self.layers):
-            if index not in self.spec.managed:
-                layer.crop(-removed)  # may refuse, so it comes before anything of ours changes
-        for layer in self.managed_layers:
-            layer.forget_newest(removed, lens)
-        self.rows.crop(removed)
-
-    def activate_past_recording(self) -> None:
-        """Called by transformers before assisted decoding, which is refused.
-
-        Raises
-        ------
-        UnsupportedError
-            Always.
-        """
-        raise UnsupportedError(
-            "assisted decoding with a kvkeep cache",
-            ["draft tokens are taken back at every step, and an eviction cannot be: generate without drafts"],
-        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a safetensors file, whole or not at all.
