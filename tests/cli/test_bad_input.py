@@ -75,6 +75,7 @@ def refusal(result: Result, code: int) -> str:
             for flags in ((), ("--model", "./nowhere"))  # said before the model is looked for
         ),
         (("--budget", 99, "--threads", 0), "at least 1"),
+        (("--budget", 99, "--token-budget", 64), "vase-attnv is none of them"),
         (("--budget", 99, "--device", "gpu"), "use auto, cpu, cuda"),
         (("--bugdet", 99), "--budget"),
         (("--budget", "many"), "Invalid value for '--budget'"),

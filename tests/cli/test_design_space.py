@@ -34,6 +34,21 @@ def test_the_whole_study_in_small(run: Callable[..., Result], tmp_path: Path) ->
     assert [row["mechanism"]["name"] for row in facts["rows"]] == ["adaptive-heads", "repetition-heat"]
     assert len(facts["rows"][0]["findings"]) == 6
     assert {path: path.read_bytes() for path in out.rglob("run.jsonl")} == logs
+    for changed, said in (
+        (("--budget", 25), "settings of the policy"),
+        (("--screened", 4), "problems 3 instead of 4"),
+        (("--base", "snapkv(window=8) + merge"), "policy 'snapkv' instead of 'snapkv + merge'"),
+        (("--task", "trace(size=S, count=41)"), "--task"),
+        (("--model", "trace-2"), "--model 'trace-1' instead of 'trace-2'"),
+    ):
+        kept = (
+            SMALL
+            if changed[0] != "--model"
+            else [each for each in SMALL if each not in ("--model", "trace-1")]
+        )
+        other = run("study", "design-space", *kept, *changed, "--screen-only", "--out", out)
+        assert other.exit_code == 2, (changed, other.output)
+        assert said in other.stderr, other.stderr
 
 
 def test_lists_its_mechanisms(run: Callable[..., Result]) -> None:

@@ -15,7 +15,7 @@ from kvkeep.core.errors import ConfigError, UnknownNameError
 from kvkeep.evaluation.comparison import Comparison, measure
 from kvkeep.evaluation.design_space.diagnostics import Evidence, diagnose
 from kvkeep.evaluation.design_space.mechanisms import FAMILIES, MECHANISMS, Arm, Mechanism, chosen
-from kvkeep.evaluation.design_space.proxy import Nats, change
+from kvkeep.evaluation.design_space.proxy import Nats, change, nats
 from kvkeep.evaluation.design_space.result import screening, whole
 from kvkeep.evaluation.design_space.stages import Settings, Stages
 from kvkeep.evaluation.identity import plain
@@ -44,6 +44,16 @@ def test_every_mechanism_is_a_switch_of_existing_parts(mechanism: Mechanism, bas
     assert mechanism.switch
     assert arm.with_entries(200).policy.amount.entries == 200
     assert arm.with_entries(200).sampling == arm.sampling
+
+
+def test_reading_says_nothing_of_a_policy_that_keeps_every_prompt() -> None:
+    """It would be refused only after hours of screening and matching: a text that is read is all prompt."""
+    budget = Budget(entries=64, prompt="kept")
+    for text in ("raas", "raas + recency"):
+        arm = Arm(policy=kvkeep.policy(text, budget=budget, buffer=8))
+        assert nats(None, None, None, arm) is None  # type: ignore[arg-type]  # nothing is read
+    with pytest.raises(AttributeError):  # where it says something, the texts are asked for
+        nats(None, None, None, Arm(policy=kvkeep.policy("snapkv(window=8)", budget=budget)))  # type: ignore[arg-type]
 
 
 def test_all_five_families_are_there() -> None:

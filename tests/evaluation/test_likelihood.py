@@ -81,6 +81,15 @@ def test_chunks_as_long_as_the_buffer_are_decoding(policy: Policy) -> None:
     assert summarise(chunks).mean_cache == pytest.approx(summarise(steps).mean_cache)
 
 
+def test_surprise_is_read_token_by_token() -> None:
+    """In chunks it would evict on the clock, under the name of another rule."""
+    model, windows = tiny_model(), tokens(1, 48)
+    policy = kvkeep.policy("snapkv(window=4) + surprise", budget=24, buffer=8, prefill="chunk")
+    with pytest.raises(ConfigError, match="chunk=1"):
+        read_windows(model, policy, windows, chunk=8)
+    assert read_windows(model, policy, windows, chunk=1)[0].evictions > 0
+
+
 def test_a_window_does_not_depend_on_its_neighbours() -> None:
     """A batch would give other figures than its windows alone."""
     model, windows = tiny_model("llama", dtype=torch.float64), tokens(3, 48)

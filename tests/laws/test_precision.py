@@ -316,6 +316,12 @@ def test_what_cannot_work_is_refused_with_reasons() -> None:
         make(model, kvkeep.policy("snapkv + merge", budget=24, buffer=8), precision=some())
     with pytest.raises(ConfigError, match="say the same thing"):
         make(model, policy, bits=4, precision=some())
+    with pytest.raises(ConfigError, match=r"few bits: give bits=4"):
+        make(model, policy, protect="recent")
+    with pytest.raises(ConfigError, match=r"give precision=Precision\(bits=4, protect='recent'\)"):
+        make(model, policy, protect="recent", precision=some())
+    assert not some(4).check(36 * 2, 8)
+    assert "do not fill whole bytes: use bits=8" in Precision(bits=2, group=9).check(18, 8 * 9)[0]
     with pytest.raises(ConfigError, match=r"is no kvkeep\.Precision"):
         make(model, policy, precision=4)  # type: ignore[arg-type]
 
@@ -324,6 +330,7 @@ def test_what_cannot_work_is_refused_with_reasons() -> None:
     ("options", "message"),
     [
         ({"bits": 3}, "bits=3 is not offered: use 8, 4 or 2"),
+        ({"bits": 4.0}, "bits=4.0 is not offered"),
         ({"bits": 4, "group": 4}, "group=4 is not a whole number of at least 8"),
         ({"bits": 4, "reserve": -1}, "reserve=-1"),
         ({"bits": 4, "protect": "none", "reserve": 4}, "reserve and recent have no meaning"),

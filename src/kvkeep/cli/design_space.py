@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvkeep.evaluation.design_space.result import Result
     from kvkeep.evaluation.generator import ModelGenerator
     from kvkeep.evaluation.preregistration import Preregistration
-    from kvkeep.evaluation.records import Run
+    from kvkeep.evaluation.records import Run, RunHeader
     from kvkeep.evaluation.runner import Plan
     from kvkeep.evaluation.tasks.base import Task
 
@@ -122,14 +122,22 @@ class SetupBench:
         return make_task(self.task_text)
 
     def run(self, arm: Arm, model: str, out: Path, plan: Plan, study: Preregistration | None = None) -> Run:
-        """One run, or what is left of it."""
+        """One run, or what is left of it.
+
+        Raises
+        ------
+        ConfigError
+            If the folder holds a run with other settings.
+        """
         from kvkeep.cli.progress import progress
         from kvkeep.evaluation import runner
         from kvkeep.evaluation.runlog import log_path, read_log
 
-        if log_path(out).exists() and (log := read_log(out)).footer is not None:
-            return log.run
         setup = self._setup(arm, model)
+        if log_path(out).exists() and (log := read_log(out)).footer is not None:
+            # No model is loaded for what is done, so its header is checked here and not by the runner.
+            check_same(log.run.header, setup, plan, out)
+            return log.run
         with self.task() as task, progress() as show:
             generator = self._generator(setup).with_policy(arm.policy).with_sampling(setup.sampling(task))
             return runner.evaluate(
@@ -140,7 +148,7 @@ class SetupBench:
                 resume=True,
                 command=sys.argv,
                 on_progress=show,
-                request=setup.request(),
+                request={**setup.request(), "limit": plan.limit},
                 study=study,
             )
 
@@ -170,6 +178,34 @@ class SetupBench:
         if self._loaded is None or self._loaded[0] != setup.model:
             self._loaded = (setup.model, cast("ModelGenerator", make_generator(setup)))
         return self._loaded[1]
+
+
+def check_same(header: RunHeader, setup: Setup, plan: Plan, out: Path) -> None:
+    """Refuse a finished run that was asked for with other settings.
+
+    Raises
+    ------
+    ConfigError
+        Naming what differs.
+    """
+    from kvkeep.evaluation.identity import plain
+
+    then = header.extra.get("request", {})
+    pairs = {
+        "--task": (then.get("task", setup.task), setup.task),
+        "--model": (then.get("model_name", setup.model_name), setup.model_name),
+        "policy": (header.policy, setup.policy.name),
+        "settings of the policy": (plain(header.policy_options), plain(setup.policy.options())),
+        "sampling": (plain(then.get("overrides", [])), plain(setup.overrides)),
+        "problems": (then.get("limit", header.problems), plan.limit),
+        "--draws": (header.draws, plan.draws),
+    }
+    differing = [f"{name} {was!r} instead of {now!r}" for name, (was, now) in pairs.items() if was != now]
+    if differing:
+        raise ConfigError(
+            f"{out} holds a run of another study: {'; '.join(differing)}. Choose another --out, or call "
+            "with the settings of the first time."
+        )
 
 
 def show_mechanisms(mechanisms: Sequence[Mechanism], *, as_json: bool) -> None:

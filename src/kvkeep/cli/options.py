@@ -181,8 +181,22 @@ def make_policy(
         if prefill_chunk < 1:
             raise ConfigError(f"--prefill-chunk {prefill_chunk} is below 1 token.")
         prefill = prefill or "chunk"
+    _refuse_token_budget(text, token_budget)
     flags = {"budget": budget, "buffer": buffer, "prefill": prefill, "token_budget": token_budget}
     return policy(text, **given | {key: value for key, value in flags.items() if value is not None})
+
+
+def _refuse_token_budget(text: str, given: int | None) -> None:
+    from kvkeep.core.registry import available_policies
+    from kvkeep.policies.text import read_parts
+
+    name = read_parts(text)[0][0]
+    kind = available_policies().get(name)
+    if given is not None and kind is not None and not hasattr(kind, "token_budget"):
+        raise ConfigError(
+            f"--token-budget says what policies read that keep everything, and {name} is none of them: leave "
+            "it out, or use --policy quest."
+        )
 
 
 def refuse_unused(policy: Policy, budget: Budget | None) -> None:

@@ -78,7 +78,8 @@ def perplexity(
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
     if chunk is None:
-        chunk = chosen.buffer if chosen.traits.reads is None else 1
+        one_by_one = chosen.traits.reads is not None or chosen.traits.trigger.needs_entropy
+        chunk = 1 if one_by_one else chosen.buffer
 
     from kvkeep.cli import loading, report
     from kvkeep.engine.spec import model_spec

@@ -69,10 +69,13 @@ class Policy(ABC):
         for option, kinds in _plain_kinds(cls).items():
             if option in options and not _fits(options[option], kinds):
                 wanted = " or ".join(words for kind, words in _KINDS.items() if kind in kinds)
-                raise ConfigError(
-                    f"{cls.name or cls.__name__}: {option} {options[option]!r} is not {wanted}."
-                )
+                raise ConfigError(f"{cls._called()}: {option} {options[option]!r} is not {wanted}.")
         return super().__new__(cls)
+
+    @classmethod
+    def _called(cls) -> str:
+        """What a user calls it."""
+        return cls.name or cls.__name__
 
     def __post_init__(self) -> None:
         budget = Budget.of_entries(self.budget)

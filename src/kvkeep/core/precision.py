@@ -66,7 +66,7 @@ class Precision:
     recent: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in _BITS or isinstance(self.bits, bool):
+        if type(self.bits) is not int or self.bits not in _BITS:
             raise ConfigError(f"bits={self.bits!r} is not offered: use 8, 4 or 2, or leave it out.")
         if self.protect not in PROTECT:
             raise UnknownNameError("protect rule", str(self.protect), PROTECT)
@@ -115,6 +115,10 @@ class Precision:
             f"{next((size for size in (64, 32, 16, 8) if dim % size == 0), dim)}"
             for kind, dim in (("keys", head_dim), ("values", value_dim))
             if dim % self.group
+        ] + [
+            f"{kind} have {dim} channels, whose codes of {self.bits} bits do not fill whole bytes: use bits=8"
+            for kind, dim in (("keys", head_dim), ("values", value_dim))
+            if dim % self.group == 0 and dim * self.bits % 8
         ]
 
     def as_dict(self) -> dict[str, Any]:

@@ -103,8 +103,7 @@ class Evictor:
         return self._evict(layers, self._due(layers, step))
 
     def before_token(self, layers: Sequence[RetentionLayer]) -> bool:
-        """A generated token is about to be stored: evict the prompt, or round it, if that has been put "
-        "off."""
+        """A generated token is about to be stored: evict the prompt, or round it, if that was put off."""
         if not self.rows.prompt_waits:
             return False
         self.rows.prompt_waits = False

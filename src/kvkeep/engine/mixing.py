@@ -20,6 +20,11 @@ def wanted_precision(bits: int | None, protect: str, precision: Precision | None
     ConfigError
         If it was said in two ways, or something is no precision.
     """
+    if protect != "range" and bits is None:
+        where = "bits=4" if precision is None else f"precision=Precision(bits=4, protect={protect!r})"
+        raise ConfigError(
+            f"protect={protect!r} says which entries stay beside those in few bits: give {where}."
+        )
     if precision is None:
         return None if bits is None else Precision(bits=bits, protect=cast(Protect, protect))
     if not isinstance(precision, Precision):
@@ -59,8 +64,7 @@ def refuse_precision(precision: Precision | None, policy: Policy, spec: ModelSpe
     if policy.traits.merges:
         reasons.append(
             f"{policy.name} changes values of what is kept, and those in few bits would be rounded anew "
-            "at every "
-            "eviction: leave the merging out"
+            "at every eviction: leave the merging out"
         )
     if policy.amount.kv_bytes is not None and not policy.amount.resolved:
         reasons.append(

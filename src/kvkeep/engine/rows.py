@@ -113,8 +113,7 @@ class Rows:
             raise CacheError(
                 f"cannot crop {removed} tokens: after {max(self.demoted_at)} tokens entries were "
                 "written down in few bits, and what they lost is gone. Crop less, or round less often (a "
-                "larger "
-                "buffer)."
+                "larger buffer)."
             )
         return lens
 

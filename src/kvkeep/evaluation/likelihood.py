@@ -128,6 +128,11 @@ def check_reading(policy: Policy, *, chunk: int, window: int, max_positions: int
             f"{policy.name} chooses what a single new token reads; several at once read everything: read "
             "token by token (chunk=1)."
         )
+    if policy.traits.trigger.needs_entropy and chunk > 1:
+        raise ConfigError(
+            f"{policy.name} evicts where the model is unsure of the next token; several at once would evict "
+            "at the end of every chunk: read token by token (chunk=1)."
+        )
     if not policy.bounded:
         return
     if policy.protects_prompt:

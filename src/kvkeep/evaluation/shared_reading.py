@@ -45,8 +45,7 @@ class SharedReading(Cache):
             if cache.precision is not None and cache.traits.trigger.prefill != "after":
                 raise ConfigError(
                     f"{cache.policy.name} writes a prompt down in few bits while it is read, so it cannot "
-                    "share "
-                    "the reading: use prefill='after', or read alone."
+                    "share the reading: use prefill='after', or read alone."
                 )
             if cache.rows.seq_lens:
                 raise ConfigError(f"{cache.policy.name} has read something already: give empty caches.")

@@ -87,16 +87,18 @@ def policy(text: str, /, **options: Any) -> Policy:
     chosen: dict[str, Any] = {}
     shares: list[tuple[str, dict[str, Any]]] = []
     simple: dict[str, dict[str, Any]] = {}
-    for part, settings in parts:
+    for place, (part, settings) in enumerate(parts):
         _check(part, settings)
+        if part in (before for before, _ in parts[:place]):
+            raise ConfigError(f"{text!r} names {part} twice: leave one out.")
         if part in SHARES:
             shares.append((part, settings))
         elif part in _SIMPLE:
-            if part in simple:
-                raise ConfigError(f"{text!r} names {part} twice: leave one out.")
             simple[part] = settings
         elif part == "reserve":
             chosen |= {"magnitude": "range"} | settings
+        elif "choose" in chosen:
+            raise ConfigError(f"{text!r} chooses twice, by {chosen['choose']} and {part}: leave one out.")
         else:
             chosen |= {"choose": part} | settings
     if len(shares) > 1:

@@ -24,7 +24,7 @@ def read_parts(text: str) -> list[tuple[str, dict[str, Any]]]:
     >>> read_parts("snapkv(pool=7) + sample")
     [('snapkv', {'pool': 7}), ('sample', {})]
     """
-    return [_read_part(part) for part in _split(text)]
+    return [_read_part(part, text) for part in _split(text)]
 
 
 def _split(text: str) -> list[str]:
@@ -39,17 +39,21 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _read_part(text: str) -> tuple[str, dict[str, Any]]:
+def _read_part(text: str, whole: str) -> tuple[str, dict[str, Any]]:
     match = _PART.fullmatch(text)
     if match is None:
+        where = "" if text.strip() == whole.strip() else f" in {whole.strip()!r}"
         raise ConfigError(
-            f"cannot read {text.strip()!r} as a policy: write name, or name(option=value), joined by '+'."
+            f"cannot read {text.strip()!r}{where} as a policy: write name, or name(option=value), joined by "
+            "'+'."
         )
     options: dict[str, Any] = {}
     for setting in filter(None, (piece.strip() for piece in (match.group(2) or "").split(","))):
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"cannot read {setting!r} in {text.strip()!r}: write option=value.")
+        if key.strip() in options:
+            raise ConfigError(f"{text.strip()!r} sets {key.strip()} twice: leave one out.")
         options[key.strip()] = read_value(value.strip())
     return match.group(1), options
 

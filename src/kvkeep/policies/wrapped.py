@@ -47,6 +47,10 @@ class Wrapped(Policy):
         )
         super().__post_init__()
 
+    @classmethod
+    def _called(cls) -> str:
+        return cls.part or super()._called()
+
     def _check_budget(self, entries: int) -> None:
         """The base has checked its own."""
 

@@ -35,8 +35,8 @@ def nats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task,
     Returns
     -------
     Nats or None
-        ``None`` where reading a given text says nothing about a mechanism: one of decoding, or one whose
-        evictions do not follow the clock.
+        ``None`` where reading a given text says nothing about a mechanism: one of decoding, one whose
+        evictions do not follow the clock, or one that keeps the prompt whatever the budget says.
 
     Raises
     ------
@@ -44,14 +44,17 @@ def nats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task,
         If the task has no training texts.
     """
     policy = arm.policy
-    if arm.sampling or policy.traits.trigger.decode not in ("periodic", "slack", "clock"):
+    counted = _counting(policy, policy.amount.count)
+    by_clock = policy.traits.trigger.decode in ("periodic", "slack", "clock")
+    # One that protects the prompt of its own accord would keep all of a text that is only read.
+    if arm.sampling or not by_clock or counted.protects_prompt:
         return None
     texts = [task.training_text(number) for number in range(TEXTS)]
     prompts = [len(_encode(tokenizer, prompt)) for prompt, _ in texts]
     whole = [_encode(tokenizer, prompt + answer) for prompt, answer in texts]
     length = min(map(len, whole))
     entries = policy.amount.count + (round(float(np.mean(prompts))) if policy.protects_prompt else 0)
-    counted = _counting(policy, entries)
+    counted = counted.with_budget(entries)
     windows = torch.tensor([tokens[:length] for tokens in whole])
     read = read_windows(model, counted, windows, chunk=policy.buffer)
     # Chunks that hold a piece of the prompt tell nothing of the answer.
