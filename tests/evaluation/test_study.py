@@ -132,6 +132,25 @@ def test_a_null_twin_differs_in_its_seeds_alone(tmp_path: Path) -> None:
     assert confirm(study, [*first, *twins]).decision.branch == "B"
 
 
+BITS = {"bits": 4, "protect": "range", "group": 32, "reserve": None, "recent": None}
+
+
+def test_entries_in_few_bits_are_registered(tmp_path: Path) -> None:
+    """A policy in four bits is another arm than the same policy in sixteen."""
+    content = plan()
+    content["arms"]["challenger"] = {**content["arms"]["baseline"], "precision": BITS}
+    path = write(tmp_path, content)
+    freeze(path)
+    study = load_frozen(path)
+    assert study.arms.challenger is not None
+    few = study_run("baseline", 32, 1, study.sha256, run="few", precision=BITS)
+    many = study_run("baseline", 32, 2, study.sha256)
+    assert locate(study, few.header) == ([(study.cells[0], "challenger")], [])
+    assert locate(study, many.header) == ([(study.cells[0], "baseline")], [])
+    other = study_run("baseline", 32, 1, study.sha256, precision={**BITS, "bits": 2})
+    assert "precision is" in "".join(locate(study, other.header)[1])
+
+
 def several(**changes: Any) -> dict[str, Any]:
     """A study of two challengers, one of which only draws otherwise, against one baseline."""
     content = plan()

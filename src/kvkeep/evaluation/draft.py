@@ -186,4 +186,6 @@ def arm_plan(header: RunHeader, study: RunHeader | None = None) -> dict[str, Any
     }
     if study is not None and dict(study.sampling) != dict(header.sampling):
         plan["sampling"] = dict(header.sampling)
+    if header.precision is not None:
+        plan["precision"] = dict(header.precision)
     return plan

@@ -66,7 +66,8 @@ class ModelPlan(_Part):
 class Arm(_Part):
     """A policy as the command line names it, with options.
 
-    ``seeds`` and ``sampling`` only where an arm differs from the study in them.
+    ``seeds`` and ``sampling`` only where an arm differs from the study in them; ``precision`` as in a run's
+    header, only where its entries are in few bits.
     """
 
     policy: str
@@ -74,6 +75,7 @@ class Arm(_Part):
     prompt: Literal["counts", "kept"] = "counts"
     seeds: tuple[int, ...] | None = None
     sampling: Mapping[str, Any] | None = None
+    precision: Mapping[str, Any] | None = None
 
 
 class Arms(_Part):
@@ -233,7 +235,7 @@ class Preregistration(_Part):
         # Studies sealed before there were such fields keep their hash.
         arms = content["arms"]
         for place in (arms, arms["baseline"], arms["challenger"], *arms["challengers"].values()):
-            _drop_empty(place or {}, "challengers", "sampling")
+            _drop_empty(place or {}, "challengers", "sampling", "precision")
         for cell in content["cells"]:
             _drop_empty(cell, "gates_sha256", "arm")
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

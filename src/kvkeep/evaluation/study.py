@@ -224,7 +224,7 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[list[tuple[Cell, 
         )
     for cell, side in found[:1]:  # what cells with one baseline have in common
         facts = {
-            "sampling": (dict(header.sampling), _sampling(study, cell, side)),
+            **{field: (_plain(header)[field], value) for field, value in _own(study, cell, side).items()},
             "prompt_sha256": (header.prompt_sha256, cell.prompt_sha256),
             "gates_sha256": (header.gates_sha256, cell.gates_sha256.get(side)),
         }
@@ -235,10 +235,6 @@ def locate(study: Preregistration, header: RunHeader) -> tuple[list[tuple[Cell, 
             for field, (given, registered_as) in facts.items()
             if given != registered_as
         ]
-    if header.precision is not None:
-        reasons.append(
-            f"{name}: entries are in few bits, which studies cannot register yet: {header.precision}"
-        )
     return found, reasons
 
 
@@ -249,14 +245,25 @@ def _places(study: Preregistration, header: RunHeader) -> list[tuple[Cell, ArmNa
         model = next(each for each in study.models if each.name == cell.model)
         if (cell.task, model.name, model.sha256) == (header.task, header.model, header.model_sha256):
             found += [(cell, side) for side in _ARMS if _is_arm(study, cell, side, header)]
-    # Arms may differ in how they draw alone: who draws as registered goes first.
-    sampled = [each for each in found if dict(header.sampling) == _sampling(study, *each)] or found
-    baselines = [each for each in sampled if each[1] == "baseline"]
-    return baselines or sampled[:1]
+    # Arms may differ in how they draw or store alone: who does both as registered goes first.
+    exact = [each for each in found if _own(study, *each) == _plain(header)] or found
+    baselines = [each for each in exact if each[1] == "baseline"]
+    return baselines or exact[:1]
 
 
-def _sampling(study: Preregistration, cell: Cell, side: ArmName) -> dict[str, Any]:
-    return dict(study.arms.of(cell, side).sampling or study.sampling)
+def _own(study: Preregistration, cell: Cell, side: ArmName) -> dict[str, Any]:
+    """How an arm draws and stores, beside its policy."""
+    arm = study.arms.of(cell, side)
+    return {
+        "sampling": dict(arm.sampling or study.sampling),
+        "precision": None if arm.precision is None else dict(arm.precision),
+    }
+
+
+def _plain(header: RunHeader) -> dict[str, Any]:
+    """The same of a run."""
+    precision = None if header.precision is None else dict(header.precision)
+    return {"sampling": dict(header.sampling), "precision": precision}
 
 
 def _is_arm(study: Preregistration, cell: Cell, arm: ArmName, header: RunHeader) -> bool:
