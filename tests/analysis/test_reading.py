@@ -105,8 +105,8 @@ def test_retention_is_that_of_the_gates() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"portion": 4}, "portion is too small"),
-        ({"chunk": 0}, "chunk is too small"),
+        ({"portion": 4}, "portion 4 leaves nothing to measure: give at least 5"),
+        ({"chunk": 0}, "chunk 0 leaves nothing to measure: give at least 1"),
         ({"schemes": [scheme("hqq-b2g64")]}, "do not fill a value"),
     ],
 )

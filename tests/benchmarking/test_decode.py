@@ -158,9 +158,11 @@ def test_markdown_has_one_row_per_arm(report: DecodeReport) -> None:
 def test_policies_that_cannot_run_are_named(tiny: PreTrainedModel) -> None:
     """Leaving a row out in silence would look like a choice."""
     settings = DecodeSettings(batch=1, context=100, prompt=10, stock=())
-    arms, skipped = build_arms(tiny, [Gated(budget=48, buffer=16)], settings)
+    surprised = kvkeep.policy("snapkv(window=8) + surprise", budget=48, buffer=16)
+    arms, skipped = build_arms(tiny, [Gated(budget=48, buffer=16), surprised], settings)
     assert [each.name for each in arms] == ["DynamicCache"]
     assert "retention gates" in skipped["gated"]
+    assert "where the model is unsure" in skipped["snapkv + surprise"]
 
 
 def test_policies_that_need_calibration_are_measured_too(tiny: PreTrainedModel) -> None:

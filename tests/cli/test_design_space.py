@@ -35,7 +35,7 @@ def test_the_whole_study_in_small(run: Callable[..., Result], tmp_path: Path) ->
     assert len(facts["rows"][0]["findings"]) == 6
     assert {path: path.read_bytes() for path in out.rglob("run.jsonl")} == logs
     for changed, said in (
-        (("--budget", 25), "settings of the policy"),
+        (("--budget", 25), "setting budget"),
         (("--screened", 4), "problems 3 instead of 4"),
         (("--base", "snapkv(window=8) + merge"), "policy 'snapkv' instead of 'snapkv + merge'"),
         (("--task", "trace(size=S, count=41)"), "--task"),

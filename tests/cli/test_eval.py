@@ -196,6 +196,10 @@ def test_other_ways_of_writing_are_flags_of_the_run(run: Run, tiny_folder: Path,
         2,
     )
     assert log.run.header.extra["draws_differ_by"] == "sampling"
+    never = ("--policy", "full", "--refeed-evictions", 2, "--out", tmp_path / "y")
+    refused = run("eval", *TASK, "--model", tiny_folder, *never)
+    assert refused.exit_code == 2
+    assert "full evicts nothing" in refused.stderr
     long = [sample for sample in log.run.samples if sample.tokens > 4]
     assert long
     assert all(sample.extra["refed"] >= sample.prompt_tokens for sample in long)

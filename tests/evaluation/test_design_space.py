@@ -11,7 +11,7 @@ import pytest
 
 import kvkeep
 from kvkeep.core.budget import Budget
-from kvkeep.core.errors import ConfigError, UnknownNameError
+from kvkeep.core.errors import ConfigError, EvidenceError, UnknownNameError
 from kvkeep.evaluation.comparison import Comparison, measure
 from kvkeep.evaluation.design_space.diagnostics import Evidence, diagnose
 from kvkeep.evaluation.design_space.mechanisms import FAMILIES, MECHANISMS, Arm, Mechanism, chosen
@@ -138,19 +138,21 @@ PERIOD = Mechanism(name="period", family="cadence", does="evict rarely", options
 HOT = Mechanism(name="hot", family="decoding", does="draw warmer", sampling={"repetition_rise": 0.5})
 
 
+SETTINGS: dict[str, Any] = {
+    "base": "snapkv(window=8)",
+    "options": {"buffer": 8},
+    "entries": 80,
+    "prompt": "counts",
+    "models": ("one", "two"),
+    "mechanisms": (PERIOD, HOT),
+    "problems": 110,
+}
+
+
 def stages(out: Path, bench: Bench, mechanisms: Sequence[Mechanism] = (PERIOD, HOT)) -> Stages:
     """The study of two mechanisms on two made-up models."""
     bench.out = out
-    settings = Settings(
-        base="snapkv(window=8)",
-        options={"buffer": 8},
-        entries=80,
-        prompt="counts",
-        models=("one", "two"),
-        mechanisms=mechanisms,
-        problems=110,
-    )
-    return Stages(settings, bench, out)
+    return Stages(Settings(**SETTINGS | {"mechanisms": mechanisms}), bench, out)
 
 
 def test_a_gain_that_memory_bought_evaporates(tmp_path: Path) -> None:
@@ -196,6 +198,26 @@ def test_the_plan_is_sealed_and_a_second_call_keeps_it(tmp_path: Path) -> None:
     again = whole(stages(tmp_path, Bench(bench.solves)))
     assert again.family is not None
     assert again.family.preregistration == study.sha256
+    other = stages(tmp_path, Bench(bench.solves), (PERIOD,))
+    with pytest.raises(EvidenceError, match="its mechanisms are hot, period, and period were asked for"):
+        whole(other)
+    assert not other.bench.log  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"screened": 0}, "screened 0 is below 1"),
+        ({"tolerance": -1}, "tolerance -1 is outside"),
+        ({"base": "quest"}, "quest keeps everything"),
+        ({"base": "snapkv(window=8) + merge", "mechanisms": chosen(["cam"])}, "merges evicted values twice"),
+        ({"base": "snapkv(window=80)"}, "leaves nothing of a budget"),
+    ],
+)
+def test_what_cannot_be_studied_is_said_before_anything_runs(changed: dict[str, Any], message: str) -> None:
+    """A baseline of hours, and then a mechanism that cannot be built."""
+    with pytest.raises(ConfigError, match=message):
+        Settings(**SETTINGS | changed)
 
 
 def test_a_screening_alone_touches_nothing_else(tmp_path: Path) -> None:

@@ -136,9 +136,9 @@ def read_portions(
     UnsupportedError
         If kvkeep cannot serve the model, or gates do not fit.
     """
-    for name, number in (("portion", portion - SINKS), ("chunk", chunk), ("window", window)):
-        if number < 1:
-            raise ConfigError(f"{name} is too small: there would be nothing left to measure.")
+    for name, number, least in (("portion", portion, SINKS + 1), ("chunk", chunk, 1), ("window", window, 1)):
+        if number < least:
+            raise ConfigError(f"{name} {number} leaves nothing to measure: give at least {least}.")
     spec = model_spec(model.config)
     for each in schemes:
         if spec.value_dim % each.group:

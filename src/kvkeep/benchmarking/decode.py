@@ -109,6 +109,9 @@ def build_arms(
         calibration = capture(model, prompt[0])
     skipped = {}
     for policy in policies:
+        if policy.traits.trigger.needs_entropy:
+            skipped[policy.name] = "it evicts where the model is unsure, and tokens of a benchmark are given"
+            continue
         steps = whole_periods(settings.steps, policy) if policy.bounded else settings.full_steps
         try:
             arms.append(PolicyArm(model, scene, steps, policy, calibration))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -195,7 +195,7 @@ def check_same(header: RunHeader, setup: Setup, plan: Plan, out: Path) -> None:
         "--task": (then.get("task", setup.task), setup.task),
         "--model": (then.get("model_name", setup.model_name), setup.model_name),
         "policy": (header.policy, setup.policy.name),
-        "settings of the policy": (plain(header.policy_options), plain(setup.policy.options())),
+        **_options(plain(header.policy_options), plain(setup.policy.options())),
         "sampling": (plain(then.get("overrides", [])), plain(setup.overrides)),
         "problems": (then.get("limit", header.problems), plan.limit),
         "--draws": (header.draws, plan.draws),
@@ -206,6 +206,12 @@ def check_same(header: RunHeader, setup: Setup, plan: Plan, out: Path) -> None:
             f"{out} holds a run of another study: {'; '.join(differing)}. Choose another --out, or call "
             "with the settings of the first time."
         )
+
+
+def _options(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Both values of every setting of a policy, by name."""
+    names = dict.fromkeys((*then, *now))
+    return {f"setting {name}": (then.get(name), now.get(name)) for name in names}
 
 
 def show_mechanisms(mechanisms: Sequence[Mechanism], *, as_json: bool) -> None:

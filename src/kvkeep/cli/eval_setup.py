@@ -141,6 +141,11 @@ class Setup:
 
     def __post_init__(self) -> None:
         check_engine(self)
+        if not self.policy.bounded and dict(self.overrides).get("refeed_evictions") is not None:
+            raise ConfigError(
+                f"{self.policy.name} evicts nothing, so --refeed-evictions would never read again: use "
+                "--refeed-every."
+            )
         require_calibration(self.policy, self.calibration)
         require_gates(self.policy, self.gates)
 

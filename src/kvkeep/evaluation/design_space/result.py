@@ -95,6 +95,7 @@ def screening(stages: Stages) -> Result:
 
 def whole(stages: Stages) -> Result:
     """Screen, match, seal and confirm every mechanism, whatever its screening said."""
+    stages.check_sealed()
     screened = stages.screen()
     pairs = stages.match()
     dev, nats = stages.dev(pairs), stages.nats(pairs)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvkeep.evaluation.design_space.stages import Settings
 
 BASELINE = "baseline"
+#: The plan, in the folder of the study.
+PLAN = "study.yaml"
 Pairs = Mapping[str, Mapping[str, tuple[Run, Run]]]
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Protocol
 
 from kvkeep.core.budget import Budget, PromptMode
-from kvkeep.core.errors import ConfigError
+from kvkeep.core.errors import ConfigError, EvidenceError
 from kvkeep.core.files import atomic_path
 from kvkeep.evaluation.comparison import Comparison, compare
 from kvkeep.evaluation.design_space.mechanisms import Arm, Mechanism
 from kvkeep.evaluation.design_space.proxy import Nats
-from kvkeep.evaluation.design_space.sealing import BASELINE, seal
+from kvkeep.evaluation.design_space.sealing import BASELINE, PLAN, seal
 from kvkeep.evaluation.matching import match_budget
-from kvkeep.evaluation.preregistration import Preregistration
+from kvkeep.evaluation.preregistration import Preregistration, load_frozen, lock_path
 from kvkeep.evaluation.records import Run
 from kvkeep.evaluation.runner import Plan
 from kvkeep.evaluation.study import Family, confirm
@@ -66,6 +66,19 @@ class Settings:
     draws: int = 1
     tolerance: float = 0.01
     batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("screened", "problems", "draws"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)} is below 1.")
+        if not 0 <= self.tolerance < 1:
+            raise ConfigError(f"tolerance {self.tolerance} is outside [0, 1): 0.01 is 1 %.")
+        if not self.baseline().policy.bounded:
+            raise ConfigError(
+                f"{self.base} keeps everything, so there is no budget to match: study a policy that evicts."
+            )
+        for mechanism in self.mechanisms:  # what cannot be built is said before anything is run
+            self.arm(mechanism)
 
     @property
     def budget(self) -> Budget:
@@ -116,6 +129,30 @@ class Stages:
         self, settings: Settings, bench: Bench, out: Path, on_stage: Callable[[str], None] = lambda text: None
     ) -> None:
         self.settings, self.bench, self.out, self._say = settings, bench, out, on_stage
+
+    def check_sealed(self) -> None:
+        """Refuse other mechanisms than the plan names, if it is sealed already: before anything is run.
+
+        Raises
+        ------
+        EvidenceError
+            If the sealed plan is of other mechanisms, or was changed.
+        """
+        path = self.out / PLAN
+        if not lock_path(path).exists():
+            return
+        sealed, asked = (
+            set(load_frozen(path).arms.challengers),
+            {each.name for each in self.settings.mechanisms},
+        )
+        if sealed != asked:
+            raise EvidenceError(
+                f"{path} is sealed",
+                [
+                    f"its mechanisms are {', '.join(sorted(sealed))}, and {', '.join(sorted(asked))} were "
+                    "asked for: name the same ones, or choose another --out"
+                ],
+            )
 
     def screen(self) -> dict[str, Comparison]:
         """The cheap look at every mechanism, by name."""
@@ -178,7 +215,7 @@ class Stages:
     def seal(self, pairs: Mapping[str, Mapping[str, tuple[Run, Run]]]) -> Preregistration:
         """The plan, frozen before the first held-out problem is touched."""
         self._say("sealing the plan")
-        return seal(self.out / "study.yaml", self.settings, pairs, self.bench.task())
+        return seal(self.out / PLAN, self.settings, pairs, self.bench.task())
 
     def confirm(self, study: Preregistration, pairs: Mapping[str, Mapping[str, tuple[Run, Run]]]) -> Family:
         """The held-out problems."""
