@@ -57,13 +57,20 @@ def test_the_values_are_those_of_the_formula(text: str, shape: dict[str, Any]) -
     assert changed > 8
 
 
+# Whole numbers of whole length: what ties on paper ties in floating point, and no case need be left out.
+_KEYS = torch.tensor(
+    [[0, 0], [1, 0], [-2, 0], [0, 1], [0, -3], [3, 4], [6, 8], [-3, 4], [4, 3], [-4, -3]],
+    dtype=torch.float64,
+)
+
+
 @given(st.integers(0, 1 << 20), st.integers(1, 12), st.integers(1, 6))
 @settings(max_examples=40, deadline=None)
 def test_any_decision_merges_as_the_loops_do(seed: int, stay: int, window: int) -> None:
     """Ties, equal keys, zeros, heads that keep one entry or nothing but the last."""
     source = torch.Generator().manual_seed(seed)
     shape = (1, 2, 12)
-    keys = torch.randint(-1, 2, (*shape, 2), generator=source).double()
+    keys = _KEYS[torch.randint(0, len(_KEYS), shape, generator=source)]
     values = torch.randint(-2, 3, (*shape, 3), generator=source).double()
     attention = torch.randint(0, 3, shape, generator=source).float()
     chance = torch.rand(shape, generator=source)
@@ -75,17 +82,9 @@ def test_any_decision_merges_as_the_loops_do(seed: int, stay: int, window: int) 
     for head in range(2):
         chosen, v = places[head].tolist(), values[0, head].tolist()
         theirs = merging.nearest(keys[0, head].tolist(), v, chosen)
-        assert _cosines_tie(keys[0, head]) or torch.allclose(near[0, head], torch.tensor(theirs).double())
+        assert torch.allclose(near[0, head], torch.tensor(theirs).double())
         given_to = merging.cam(v, attention[0, head].tolist(), chance[0, head].tolist(), chosen, window)
         assert torch.allclose(spread[0, head], torch.tensor(given_to).double())
-
-
-def _cosines_tie(keys: torch.Tensor) -> bool:
-    """Whether rounding decides between directions that are equal on paper."""
-    directions = torch.nn.functional.normalize(keys, dim=-1)
-    cosines = directions @ directions.T
-    gaps = (cosines[:, :, None] - cosines[:, None, :]).abs()
-    return bool(((gaps > 0) & (gaps < 1e-9)).any())
 
 
 class TestNothingChanges:

@@ -40,7 +40,7 @@ class Surprise(Wrapped):
     Notes
     -----
     The cache must be told (``cache.note_entropy``): ``kvkeep.generate``, ``kvkeep eval`` and ``kvkeep
-    perplexity`` do so. Memory is laid out for ``budget + 2 * buffer`` entries. The mean cache depends on the
+    perplexity`` (which reads token by token then) do so. Memory is laid out for ``budget + 2 * buffer`` entries. The mean cache depends on the
     text: match it before comparing.
 
     Examples
