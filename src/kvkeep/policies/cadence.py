@@ -40,8 +40,8 @@ class Surprise(Wrapped):
     Notes
     -----
     The cache must be told (``cache.note_entropy``): ``kvkeep.generate``, ``kvkeep eval`` and ``kvkeep
-    perplexity`` (which reads token by token then) do so. Memory is laid out for ``budget + 2 * buffer`` entries. The mean cache depends on the
-    text: match it before comparing.
+    perplexity`` (which reads token by token then) do so. Memory is laid out for ``budget + 2 * buffer``
+    entries. The mean cache depends on the text: match it before comparing.
 
     Examples
     --------

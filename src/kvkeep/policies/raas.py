@@ -40,9 +40,9 @@ class RaaS(RankedPolicy):
 
     Deviations
     ----------
-    Attention is exact, where the paper estimates it by a page's bounds. Pages are counted from the first entry
-    of the sequence, so that the first page of the answer may hold the end of the prompt. The budget is met exactly, so of the
-    oldest page that stays the newest entries may go. Evicts every ``buffer`` tokens.
+    Attention is exact, where the paper estimates it by a page's bounds. Pages are counted from the first
+    entry of the sequence, so that the first page of the answer may hold the end of the prompt. The budget is
+    met exactly, so of the oldest page that stays the newest entries may go. Evicts every ``buffer`` tokens.
 
     Notes
     -----
