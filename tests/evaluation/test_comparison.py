@@ -114,6 +114,17 @@ def test_memory_must_be_equal_and_measured() -> None:
     assert any("end of the prompt only" in note for note in misleading.notes)
 
 
+def test_entries_in_few_bits_are_said() -> None:
+    """At equal entries one run holds a third of the other's bytes, and the table has no column for it."""
+    few = {"bits": 4, "protect": "range", "group": 32, "reserve": 16, "sinks": 4, "recent": 16}
+    solved = {name: [True] for name in names("dev", 20)}
+    full, coarse = run(solved), run(solved, precision=few)
+    said = "entries are stored in full precision and in 4 bits (range): equal entries are not equal bytes"
+    assert said in compare(full, coarse, resamples=100).notes
+    for same in ((full, full), (coarse, coarse)):
+        assert not any("bits" in note for note in compare(*same, resamples=100).notes)
+
+
 def test_confirm_problems_need_a_study() -> None:
     """One look at the held-out problems while tuning, and they are held out no longer."""
     held_out = run({id: [True, False] for id in names("confirm", 5)}, split="confirm")

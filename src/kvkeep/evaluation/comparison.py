@@ -163,6 +163,9 @@ def compare(
         notes.append("memory was matched at the end of the prompt only: the cache while writing differs")
     if on == "mean_read":
         notes.append("what a step reads was matched, not memory: a selector stores everything")
+    if baseline.header.precision != challenger.header.precision:
+        bits = [_bits(run) for run in (baseline, challenger)]
+        notes.append(f"entries are stored in {bits[0]} and in {bits[1]}: equal entries are not equal bytes")
     return measure(
         baseline,
         challenger,
@@ -173,6 +176,11 @@ def compare(
         cells=cells,
         notes=notes,
     )
+
+
+def _bits(run: Run) -> str:
+    precision = run.header.precision
+    return "full precision" if precision is None else f"{precision['bits']} bits ({precision['protect']})"
 
 
 def measure(
