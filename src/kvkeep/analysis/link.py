@@ -98,6 +98,7 @@ def ranks(x: Tensor) -> Tensor:
 
     Examples
     --------
+    >>> import torch
     >>> ranks(torch.tensor([5.0, 1.0, 5.0])).tolist()
     [2.5, 1.0, 2.5]
     """
