@@ -114,8 +114,8 @@ def text_part(runs: Path) -> list[str]:
     lines += [
         "### Everything stays",
         "",
-        "No eviction. Arms with a reserve keep 64 entries. `bytes` at the end of a chapter, per head. Arms that "
-        "have not run are not listed.",
+        "No eviction. Arms with a reserve keep 64 entries. `bytes` at the end of a chapter, per head. "
+        "Arms that have not run are not listed.",
         "",
     ]
     lines += rows(*_text_rows(UNBOUNDED, of, full, {"against random": "full, {bits} bits, random"}))
