@@ -77,7 +77,7 @@ def test_a_selector_stores_everything_and_reads_less(run: Run, tiny_folder: Path
     ("arguments", "message"),
     [
         (("--policy", "quest", "--budget", 64), "--token-budget says how many"),
-        (("--policy", "snapkv", "--budget", 64, "--token-budget", 64), "unknown option of snapkv"),
+        (("--policy", "snapkv", "--budget", 64, "--token-budget", 64), "snapkv is none of them"),
         (("--policy", "quest", "--option", "token-budget=64"), "has a flag of its own"),
         (("--policy", "quest", "--engine", "vllm"), "quest is a selector"),
     ],

@@ -239,13 +239,15 @@ def make_precision(
 
 
 def require_calibration(policy: Policy, given: Path | None) -> None:
-    """Refuse a policy that needs statistics where no file of them is named, before a model is loaded.
+    """Refuse a policy that needs statistics without a file of them, and a file that nobody would read.
 
     Raises
     ------
     ConfigError
-        Saying how to make the file.
+        Saying how to make the file, or to leave it out.
     """
+    if given is not None and not policy.traits.calibration:
+        raise ConfigError(f"{policy.name} reads no statistics: leave --calibration out.")
     if policy.traits.calibration and given is None:
         raise ConfigError(
             f"{policy.name} needs statistics of this model: measure them once with `kvkeep calibrate --text "
@@ -254,14 +256,16 @@ def require_calibration(policy: Policy, given: Path | None) -> None:
 
 
 def require_gates(policy: Policy, given: Path | None) -> None:
-    """Refuse a policy that needs gates where no file of them is named, before a model is loaded.
+    """Refuse a policy that needs gates without a file of them, and a file that nobody would read.
 
     Raises
     ------
     ConfigError
-        Saying which flag names the file.
+        Saying which flag names the file, or to leave it out.
     """
     reads = policy.traits.reads
+    if given is not None and not policy.traits.log_retention and not (reads is not None and reads.gates):
+        raise ConfigError(f"{policy.name} reads no gates: leave --gates out.")
     if reads is not None and reads.gates and given is None:
         raise ConfigError(
             f"{policy.name} needs block gates that were trained for this model: add --gates FILE "
