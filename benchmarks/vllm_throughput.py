@@ -79,7 +79,8 @@ def main() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=case["answer"], detokenize=False, ignore_eos=True)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     for turn in range(given.rounds):
-        for name, engine in engines.items():
+        # No arm always has the better place in a turn. Which is built first matters more: see --first.
+        for name, engine in list(engines.items())[:: 1 if turn % 2 == 0 else -1]:
             watch = Watch(engine)
             begin = time.perf_counter()
             done = engine.generate(prompts, sampling, use_tqdm=False)
@@ -106,6 +107,7 @@ def main() -> None:
         "model": Path(given.model).name,
         "ratios": [round(each, 3) for each in ratios],
         "median_ratio": round(statistics.median(ratios), 3),
+        "first": given.first,
         "turns": [each for pair in zip(*turns.values(), strict=True) for each in pair],
     }
     print(json.dumps({key: value for key, value in summary.items() if key != "turns"}))
