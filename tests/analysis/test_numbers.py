@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from kvkeep.analysis.findings import values_findings
 from kvkeep.analysis.link import link, pearson, ranks, share_of_top, slope
@@ -12,8 +13,6 @@ from kvkeep.analysis.overlap import overlaps, top_set
 from kvkeep.analysis.reading import MAGNITUDES, Portion
 from kvkeep.analysis.spread import SINKS, spread, stretch
 from kvkeep.core.errors import ConfigError
-
-stats = pytest.importorskip("scipy.stats")
 
 
 def test_correlations_are_those_of_scipy() -> None:
