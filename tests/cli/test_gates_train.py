@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import gates_train
+from kvkeep.cli import gates_resuming
 from kvkeep.cli.app import app
 from kvkeep.cli.gates_data import choose, documents
 from kvkeep.core.files import read_tensors
@@ -152,7 +152,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.Monk
 
     words = ("--data", TASK, "--out", str(tmp_path / "gates"))
     with monkeypatch.context() as patch:
-        patch.setattr(gates_train, "_lines", lambda steps: pressed)
+        patch.setattr(gates_resuming, "lines", lambda steps: pressed)
         code, said = run(*words)
     assert code == 130
     assert "step 1 of 2, before the first checkpoint" in said

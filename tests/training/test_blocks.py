@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,14 @@ from transformers import PreTrainedModel
 
 import kvkeep.gates.block_gates
 from kvkeep.core.errors import ConfigError, UnsupportedError
+from kvkeep.gates.files import CHECKPOINT
 from kvkeep.testing.models import tiny_model, tokens
 from kvkeep.training.block_recipe import BlockRecipe
 from kvkeep.training.block_target import block_mass, block_target, covered, divergence
-from kvkeep.training.block_training import block_training
+from kvkeep.training.block_training import BlockTrainer, block_training
+from kvkeep.training.checkpoint import LOG
 from kvkeep.training.documents import Document
+from kvkeep.training.loop import Progress, train
 from tests.reference import seer
 
 BLOCK = 4
@@ -79,7 +85,7 @@ def test_what_is_covered_is_attention_in_the_blocks_read() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_gates_learn_where_queries_look(family: str) -> None:
+def test_gates_learn_where_queries_look(tmp_path: Path, family: str) -> None:
     """The loss falls, more attention is covered, and the model is as it was before."""
     model = tiny_model(family)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -87,7 +93,7 @@ def test_gates_learn_where_queries_look(family: str) -> None:
     recipe = BlockRecipe(**SMALL | {"steps": 60, "rate": 1e-2, "share": 0.7})
     with block_training(model, lambda number: source(number % 6), recipe) as trainer:
         untrained = trainer.measure(source, 2, token_budget=12)
-        trainer.train()
+        train(trainer, tmp_path)
         trained = trainer.measure(source, 2, token_budget=12)
     assert trained["loss"] < 0.8 * untrained["loss"]
     assert untrained["covered"]["gates"] < trained["covered"]["gates"] <= trained["covered"]["best"]
@@ -141,6 +147,58 @@ def _plain(model: Any, ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     for hook in hooks:
         hook.remove()
     return noted["k"], noted["q"]
+
+
+def run(folder: Path, stop: int | None = None, base: str = "base", **options: Any) -> BlockTrainer:
+    """Train six steps; ``stop``: someone presses a key after so many."""
+
+    def report(progress: Progress) -> None:
+        if progress.step == stop:
+            raise KeyboardInterrupt
+
+    recipe = BlockRecipe(**SMALL | {"steps": 6, "rate": 1e-2})
+    with block_training(tiny_model("llama"), source, recipe, data="random", base=base) as trainer:
+        with contextlib.suppress(KeyboardInterrupt):
+            train(trainer, folder, report=report, **options)
+        return trainer
+
+
+def steps_and_losses(folder: Path) -> list[tuple[int, float]]:
+    """What the log of a training says."""
+    entries = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    return [(entry["step"], entry["terms"]["loss"]) for entry in entries]
+
+
+def test_training_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    """Gates, optimizer, counts and log, bit by bit; the steps after the last checkpoint are done again."""
+    whole = run(tmp_path / "whole")
+    parts = tmp_path / "parts"
+    stopped = run(parts, stop=3, save_every=0)
+    assert (stopped.step, run(parts, stop=5, resume=True).step) == (3, 5)  # the second leaves no checkpoint
+    found = run(parts, resume=True)
+    assert (found.step, found.tokens) == (whole.step, whole.tokens)
+    states = [(each.gates.state_dict(), each.optimizer.state_dict()["state"]) for each in (whole, found)]
+    assert all(torch.equal(weight, states[0][0][name]) for name, weight in states[1][0].items())
+    for place, moments in states[0][1].items():
+        assert all(torch.equal(moment, states[1][1][place][name]) for name, moment in moments.items())
+    logs = [steps_and_losses(folder) for folder in (tmp_path / "whole", parts)]
+    assert logs[0] == logs[1]
+    assert [step for step, _ in logs[0]] == [1, 2, 3, 4, 5, 6]
+    name, weight = next(iter(states[0][0].items()))
+    assert not torch.equal(stopped.gates.state_dict()[name], weight)
+
+
+def test_checkpoints_of_other_trainings(tmp_path: Path) -> None:
+    """Other weights; and gates of the other kind, also from before checkpoints named theirs."""
+    run(tmp_path, stop=2, save_every=0)
+    with pytest.raises(ConfigError, match="the model has other weights"):
+        run(tmp_path, base="other", resume=True)
+    for change in ({"kind": "retention gates"}, {}):
+        state = torch.load(tmp_path / CHECKPOINT, weights_only=True)
+        state.pop("kind", None)
+        torch.save(state | change, tmp_path / CHECKPOINT)
+        with pytest.raises(ConfigError, match="a training of retention gates, not of block gates"):
+            run(tmp_path, resume=True)
 
 
 def test_what_cannot_be_trained() -> None:

@@ -155,7 +155,7 @@ def test_other_data_weights_or_processes_cannot_go_on(tmp_path: Path) -> None:
         given = Documents(source, RECIPE.row, RECIPE.rows, name)
         with training(tiny_model("llama"), given, RECIPE, base) as trainer:
             facts = trainer.facts | {"processes": processes}
-            read_checkpoint(tmp_path, facts)
+            read_checkpoint(tmp_path, "retention gates", facts)
 
     run(tmp_path, steps=1)
     going_on()

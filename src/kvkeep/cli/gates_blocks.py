@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli import gates_resuming
 from kvkeep.cli import options as opt
 from kvkeep.core.errors import ConfigError, KvkeepError
 
-if TYPE_CHECKING:
-    from kvkeep.training.block_training import BlockProgress
-
 _HELD_OUT_BATCHES = 4
-_QUIET = 30.0  # seconds between two lines at most
 
 
 def train_blocks(
@@ -23,7 +19,7 @@ def train_blocks(
         str,
         typer.Option(help="Text file, .jsonl of chats, prompts with completions or texts, or a task: trace."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the gates.")],
+    out: Annotated[Path, typer.Option(help="Folder for gates, log and checkpoint.")],
     model: opt.Model = "demo",
     block: Annotated[int, typer.Option(help="Entries of a block; smaller for short sequences.")] = 64,
     width: Annotated[int | None, typer.Option(help="Channels of the gates [the model's head_dim].")] = None,
@@ -38,6 +34,7 @@ def train_blocks(
         int | None, typer.Option(help="Entries read, for what is measured at the end [an eighth of --row].")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of first weights and data order.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Continue from the checkpoint in --out.")] = False,
     threads: opt.Threads = None,
     dtype: opt.Dtype = "float32",
     device: opt.Device = "auto",
@@ -67,16 +64,14 @@ def train_blocks(
         raise ConfigError(f"--token-budget {read} is less than one block of {block}.")
     from kvkeep.gates.block_files import BLOCK_FILE
 
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; give a folder.")
-    if (out / BLOCK_FILE).exists():
-        raise ConfigError(f"{out} holds block gates already: give another --out.")
+    gates_resuming.require_free(out, resume, (BLOCK_FILE,))
     from kvkeep.cli import loading, report
     from kvkeep.cli.gates_data import choose, documents
     from kvkeep.engine.spec import model_spec
     from kvkeep.evaluation.identity import weights_sha256
     from kvkeep.gates.block_files import save_blocks
     from kvkeep.training.block_training import block_training
+    from kvkeep.training.loop import train
 
     chosen = choose(data)
     source = loading.resolve(model, report.note)
@@ -85,7 +80,8 @@ def train_blocks(
     base = weights_sha256(loaded.model)
     limit = model_spec(loaded.model.config).max_positions
     learned, held_out = documents(data, chosen, loaded.tokenizer, recipe, limit)
-    with block_training(loaded.model, learned.source, recipe) as trainer:
+    names = {"data": learned.name, "base": base}
+    with block_training(loaded.model, learned.source, recipe, **names) as trainer:
         count = sum(weight.numel() for weight in trainer.gates.parameters())
         if not as_json:
             typer.echo(
@@ -93,7 +89,8 @@ def train_blocks(
                 f"{block}; {data}; {steps} steps of {rows} documents of at most {row} tokens; rate {rate:g}."
             )
         before = trainer.measure(held_out.source, _HELD_OUT_BATCHES, token_budget=read)
-        trainer.train(_lines(steps))
+        with gates_resuming.saying_how_to_go_on(trainer, out):
+            train(trainer, out, resume=resume, report=gates_resuming.lines(steps))
         measured = trainer.measure(held_out.source, _HELD_OUT_BATCHES, token_budget=read)
     if weights_sha256(loaded.model) != base:
         raise KvkeepError("the weights of the model changed during training: nothing was saved.")
@@ -107,7 +104,6 @@ def train_blocks(
         "held_out": measured,
         "held_out_untrained": before,
     }
-    out.mkdir(parents=True, exist_ok=True)
     save_blocks(trainer.gates, out / BLOCK_FILE, base_sha256=base, training=facts)
     typer.echo(report.as_json(facts) if as_json else "\n".join(_summary(facts, out, block)))
 
@@ -125,23 +121,3 @@ def _summary(facts: dict[str, Any], out: Path, block: int) -> list[str]:
         f"Use them: kvkeep generate --model {facts['model']} --policy seer-attention --option block={block} "
         f"--token-budget {now['token_budget']} --gates {out}",
     ]
-
-
-def _lines(steps: int) -> Any:
-    """Report the first step, the last, about every twentieth, and one in half a minute at least."""
-    from kvkeep.cli import report
-
-    every, said = max(1, steps // 20), float("-inf")
-
-    def show(progress: BlockProgress) -> None:
-        nonlocal said
-        first_or_last = progress.step in (1, steps)
-        if first_or_last or progress.step % every == 0 or time.monotonic() - said > _QUIET:
-            left = progress.seconds / progress.step * (steps - progress.step)
-            report.note(
-                f"step {progress.step}/{steps} loss {progress.loss:.4g} | rate {progress.rate:.2g} | "
-                f"{progress.tokens / progress.seconds:.0f} tokens/s, {left:.0f} s left"
-            )
-            said = time.monotonic()
-
-    return show

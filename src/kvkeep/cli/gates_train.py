@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from kvkeep.cli import gates_resuming
 from kvkeep.cli import options as opt
 from kvkeep.core.errors import ConfigError, KvkeepError
 
-if TYPE_CHECKING:
-    from kvkeep.training import Progress, Trainer
-
 _HELD_OUT_BATCHES = 8
-_QUIET = 60.0  # seconds between two lines at most
 
 
 def train(
@@ -91,15 +86,16 @@ def train(
         block=block,
         checkpointing=checkpointing,
     )
-    require_free(out, resume)
+    from kvkeep.cli.gates_words import CARD, card, plan, summary
+    from kvkeep.gates.files import FILE
+
+    gates_resuming.require_free(out, resume, (FILE, CARD))
     from kvkeep.cli import loading, report
     from kvkeep.cli.gates_data import choose, documents
     from kvkeep.cli.gates_measured import evicting
-    from kvkeep.cli.gates_words import CARD, card, plan, summary
     from kvkeep.engine.spec import model_spec
     from kvkeep.evaluation.identity import weights_sha256
     from kvkeep.gates import save
-    from kvkeep.gates.files import FILE
 
     chosen = choose(data)
     accelerator = make_accelerator(recipe, cpu=device == "cpu")
@@ -113,11 +109,8 @@ def train(
     with training(loaded.model, learned, recipe, base, accelerator) as trainer:
         if accelerator.is_main_process and not as_json:
             typer.echo(plan(trainer, data, model))
-        try:
-            train(trainer, out, resume=resume, report=_lines(recipe.steps))
-        except KeyboardInterrupt:
-            _say_how_to_go_on(trainer, out)
-            raise
+        with gates_resuming.saying_how_to_go_on(trainer, out):
+            train(trainer, out, resume=resume, report=gates_resuming.lines(recipe.steps))
         measured = trainer.measure(held_out, _HELD_OUT_BATCHES)
         if weights_sha256(loaded.model) != base:
             raise KvkeepError("the weights of the model changed during training: nothing was saved.")
@@ -140,59 +133,3 @@ def train(
     save(gates, out / FILE, base_sha256=base, training=facts)
     (out / CARD).write_text(card(facts, base, policy), encoding="utf-8")
     typer.echo(report.as_json(facts) if as_json else "\n".join(summary(facts, out, policy)))
-
-
-def require_free(out: Path, resume: bool) -> None:
-    """Refuse a folder in which training would overwrite what it did not write.
-
-    Raises
-    ------
-    ConfigError
-        Naming what is there.
-    """
-    from kvkeep.cli.gates_words import CARD
-    from kvkeep.gates.files import CHECKPOINT, FILE
-    from kvkeep.training.checkpoint import LOG
-
-    here = next(place for place in (out, *out.absolute().parents) if place.exists())
-    if not here.is_dir():
-        raise ConfigError(f"--out {out}: {here} is a file; give a folder.")
-    found = [name for name in (CHECKPOINT, LOG, FILE, CARD) if (out / name).exists()]
-    begun = CHECKPOINT in found or found == [LOG]
-    if begun and not resume:
-        raise ConfigError(
-            f"{out} holds a training already: continue it with --resume, or give another --out."
-        )
-    if found and not begun:
-        raise ConfigError(
-            f"{out} holds {' and '.join(found)} but no checkpoint of a training, and training would write "
-            "over what is there: give another --out."
-        )
-
-
-def _say_how_to_go_on(trainer: Trainer, out: Path) -> None:
-    """After an interrupt: what is left of the work."""
-    from kvkeep.cli import report
-    from kvkeep.gates.files import CHECKPOINT
-
-    if (out / CHECKPOINT).exists():
-        report.note(
-            f"step {trainer.step} of {trainer.recipe.steps}: --resume goes on from {out / CHECKPOINT}."
-        )
-    else:
-        report.note(f"step {trainer.step} of {trainer.recipe.steps}, before the first checkpoint.")
-
-
-def _lines(steps: int) -> Any:
-    """Report the first step of a run, the last, about every hundredth, and one a minute at least."""
-    from kvkeep.cli import report
-
-    every, said = max(1, steps // 100), -math.inf
-
-    def show(progress: Progress) -> None:
-        nonlocal said
-        if progress.step % every == 0 or progress.step == steps or time.monotonic() - said > _QUIET:
-            report.note(progress.line)
-            said = time.monotonic()
-
-    return show

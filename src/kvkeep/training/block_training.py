@@ -8,7 +8,7 @@ in kvkeep, and set back at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ from kvkeep.training.block_recipe import BlockRecipe
 from kvkeep.training.block_target import block_mass, block_target, covered, divergence
 from kvkeep.training.documents import Document, Rows, Source, stack
 from kvkeep.training.frozen import frozen
+from kvkeep.training.loop import Progress, Training
 
 _NAME = "kvkeep_pooling"
 # Elements of attention probabilities that exist at once.
@@ -139,19 +140,7 @@ def _mask(**options: Any) -> Tensor | None:
     return sdpa_mask(**(options | {"allow_is_causal_skip": False}))  # always a mask, never a promise
 
 
-@dataclass(frozen=True)
-class BlockProgress:
-    """What a step reports: steps done and in all, the loss, the rate, tokens and seconds so far."""
-
-    step: int
-    steps: int
-    loss: float
-    rate: float
-    tokens: int
-    seconds: float
-
-
-class BlockTrainer:
+class BlockTrainer(Training):
     """Gates, the model that they learn from, and what makes a step.
 
     Parameters
@@ -162,15 +151,45 @@ class BlockTrainer:
         What learns, and how.
     source
         The document of any number.
+    rope
+        Of the model.
+    data, base
+        Name of the documents and hash of the model's weights: a checkpoint of others is refused.
     """
 
+    kind = "block gates"
+
     def __init__(
-        self, model: PreTrainedModel, gates: BlockGates, recipe: BlockRecipe, source: Source, rope: Rope
+        self,
+        model: PreTrainedModel,
+        gates: BlockGates,
+        recipe: BlockRecipe,
+        source: Source,
+        rope: Rope,
+        *,
+        data: str,
+        base: str,
     ) -> None:
-        self.model, self.gates, self.recipe, self.source, self.rope = model, gates, recipe, source, rope
+        self.model, self._gates, self.recipe, self.source, self.rope = model, gates, recipe, source, rope
+        self.data, self.base = data, base
         self.optimizer = torch.optim.AdamW(gates.parameters(), lr=recipe.rate, weight_decay=0.0)
         self.step = self.tokens = 0
         self.seconds = 0.0
+
+    @property
+    def gates(self) -> BlockGates:
+        """What learns."""
+        return self._gates
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        return self.recipe.steps
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint must agree in."""
+        return {"recipe": self.recipe.facts(), "data": self.data, "base": self.base, "processes": 1}
 
     def _documents(self, source: Source, number: int) -> Sequence[Document]:
         count = self.recipe.rows
@@ -190,7 +209,7 @@ class BlockTrainer:
             _lesson.reset(token)
         return lesson
 
-    def train_step(self) -> BlockProgress:
+    def train_step(self) -> Progress:
         """Take one optimizer step."""
         begin, rate = time.perf_counter(), self.recipe.rate_at(self.step)
         for group in self.optimizer.param_groups:
@@ -207,12 +226,7 @@ class BlockTrainer:
         self.step += 1
         self.tokens += sum(len(each.ids) for each in documents)
         self.seconds += time.perf_counter() - begin
-        return BlockProgress(self.step, self.recipe.steps, value, rate, self.tokens, self.seconds)
-
-    def train(self, report: Callable[[BlockProgress], object] = lambda progress: None) -> None:
-        """Train to the last step."""
-        while self.step < self.recipe.steps:
-            report(self.train_step())
+        return Progress(self.step, self.recipe.steps, {"loss": value}, rate, self.tokens, self.seconds)
 
     def measure(self, held_out: Source, batches: int, *, token_budget: int) -> dict[str, Any]:
         """Loss, and the share of attention in the blocks read, on documents that were not trained on.
@@ -240,8 +254,21 @@ class BlockTrainer:
 
 
 @contextmanager
-def block_training(model: PreTrainedModel, source: Source, recipe: BlockRecipe) -> Iterator[BlockTrainer]:
+def block_training(
+    model: PreTrainedModel, source: Source, recipe: BlockRecipe, *, data: str = "", base: str = ""
+) -> Iterator[BlockTrainer]:
     """Prepare a run; at the end the model is as it was.
+
+    Parameters
+    ----------
+    model
+        A causal language model of transformers.
+    source
+        The document of any number.
+    recipe
+        Settings.
+    data, base
+        What the checkpoint says of documents and model: a name, and the hash of the weights.
 
     Raises
     ------
@@ -274,6 +301,6 @@ def block_training(model: PreTrainedModel, source: Source, recipe: BlockRecipe) 
         before = attention_name(model)
         set_attention(model, _NAME)
         try:
-            yield BlockTrainer(model, gates, recipe, source, rope)
+            yield BlockTrainer(model, gates, recipe, source, rope, data=data, base=base)
         finally:
             set_attention(model, before)

@@ -14,6 +14,7 @@ from kvkeep.core.files import atomic_path
 from kvkeep.gates.files import CHECKPOINT
 
 LOG = "log.jsonl"
+_FIRST_KIND = "retention gates"  # checkpoints did not name a kind when there was only this one
 _PARTS = {"gates", "optimizer", "progress", "recipe", "data", "base"}
 
 
@@ -23,11 +24,13 @@ def write_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
         torch.save(dict(state), temporary)
 
 
-def read_checkpoint(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+def read_checkpoint(folder: Path, kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Read a checkpoint of this training.
 
     Parameters
     ----------
+    kind
+        Gates that are trained: ``"retention gates"`` or ``"block gates"``.
     facts
         What it must say of itself: ``recipe``, ``data``, ``base`` and ``processes``.
 
@@ -45,7 +48,9 @@ def read_checkpoint(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {str(error).split('. ')[0]}".rstrip(".: ")
         raise DataFileError(f"cannot read {path} ({reason}). {_anew(folder)}") from error
     if not isinstance(state, dict) or not state.keys() >= _PARTS:
-        raise DataFileError(f"{path} is no checkpoint of `kvkeep gates train`. {_anew(folder)}")
+        raise DataFileError(f"{path} is no checkpoint of a training of gates. {_anew(folder)}")
+    if (theirs := state.get("kind", _FIRST_KIND)) != kind:
+        raise ConfigError(f"{path} belongs to a training of {theirs}, not of {kind}: give another --out.")
     if differing := _differences(state, facts):
         raise ConfigError(
             f"{path} belongs to another training: {'; '.join(differing)}. Continue it with the settings that "

@@ -1,66 +1,24 @@
-"""The training loop, from top to bottom."""
+"""One training of retention gates: what a step does."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from kvkeep.core.errors import KvkeepError
-from kvkeep.gates.files import CHECKPOINT
-from kvkeep.training.checkpoint import LOG, cut_log, read_checkpoint, write_checkpoint
 from kvkeep.training.documents import Documents
+from kvkeep.training.loop import Progress, Training
 from kvkeep.training.recipe import Recipe
 from kvkeep.training.student import Student, Terms
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a step reports.
-
-    Parameters
-    ----------
-    step, steps
-        Steps done, and in all.
-    terms
-        Losses by name, mean over the forwards of the step and over processes.
-    rate
-        Learning rate.
-    tokens
-        Tokens read so far, by all processes; padding is none.
-    seconds
-        Time so far, of all runs of this training.
-    """
-
-    step: int
-    steps: int
-    terms: dict[str, float]
-    rate: float
-    tokens: int
-    seconds: float
-
-    @property
-    def line(self) -> str:
-        """One line for a log."""
-        terms = " ".join(f"{name} {value:.4g}" for name, value in self.terms.items())
-        left = self.seconds / self.step * (self.steps - self.step) / 60
-        pace = self.tokens / max(self.seconds, 1e-9)
-        return (
-            f"step {self.step}/{self.steps} {terms} | rate {self.rate:.2g} | {pace:.0f} tokens/s, "
-            f"{left:.0f} min left"
-        )
-
-
 @dataclass
-class Trainer:
+class Trainer(Training):
     """A training run: everything that a checkpoint holds, and what makes a step.
 
     Parameters
@@ -72,6 +30,8 @@ class Trainer:
     base
         Hash of the model's weights; a checkpoint of another model is refused.
     """
+
+    kind: ClassVar[str] = "retention gates"
 
     student: Student
     documents: Documents
@@ -89,6 +49,21 @@ class Trainer:
             self.student.gates.parameters(), lr=self.recipe.rate, weight_decay=self.recipe.weight_decay
         )
         self.wrapped, self.optimizer = self.accelerator.prepare(self.student, adam)
+
+    @property
+    def gates(self) -> nn.Module:
+        """What learns."""
+        return self.student.gates
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        return self.recipe.steps
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the main process."""
+        return bool(self.accelerator.is_main_process)
 
     def train_step(self) -> Progress:
         """Take one optimizer step."""
@@ -138,32 +113,6 @@ class Trainer:
             "processes": self.accelerator.num_processes,
         }
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint; an interrupted write leaves the one before."""
-        if self.accelerator.is_main_process:
-            state = {
-                "gates": self.student.gates.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "progress": {"step": self.step, "tokens": self.tokens, "seconds": self.seconds},
-            }
-            write_checkpoint(folder, state | self.facts)
-
-    def resume(self, folder: Path) -> None:
-        """Continue where a checkpoint ended: the steps that follow are those that would have followed.
-
-        Raises
-        ------
-        DataFileError
-            If the checkpoint cannot be read.
-        ConfigError
-            If it belongs to another model, other data, another recipe or another number of processes.
-        """
-        state = read_checkpoint(folder, self.facts)
-        self.student.gates.load_state_dict(state["gates"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.tokens = state["progress"]["step"], state["progress"]["tokens"]
-        self.seconds = state["progress"]["seconds"]
-
 
 def _require_finite(means: dict[str, float], step: int) -> None:
     """Stop at numbers that are none, and say whose they are."""
@@ -175,46 +124,3 @@ def _require_finite(means: dict[str, float], step: int) -> None:
         advice = "The gates ran away: train anew with a lower rate."
     wrong = ", ".join(f"{name} {value}" for name, value in means.items() if not math.isfinite(value))
     raise KvkeepError(f"training failed at step {step}: {wrong}. {advice}")
-
-
-def train(
-    trainer: Trainer,
-    folder: Path,
-    *,
-    resume: bool = False,
-    report: Callable[[Progress], object] = lambda progress: None,
-    save_every: float = 120.0,
-) -> None:
-    """Train to the last step.
-
-    Parameters
-    ----------
-    folder
-        Where checkpoint and log go.
-    resume
-        Continue from the checkpoint that is there, if there is one; the log goes back to its step.
-    report
-        Called after each step, by the main process.
-    save_every
-        Seconds between checkpoints; one more is written at the end.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    resumed = resume and (folder / CHECKPOINT).exists()
-    if resumed:
-        trainer.resume(folder)
-    main, saved = trainer.accelerator.is_main_process, time.monotonic()
-    # One process writes: another that opened the same log to write would empty it.
-    path = folder / LOG if main else Path(os.devnull)
-    if main and resumed:
-        cut_log(folder, trainer.step)
-    with path.open("a" if resumed else "w", encoding="utf-8") as log:
-        while trainer.step < trainer.recipe.steps:
-            progress = trainer.train_step()
-            if main:
-                log.write(json.dumps(dataclasses.asdict(progress)) + "\n")
-                log.flush()
-                report(progress)
-            if time.monotonic() - saved > save_every:
-                trainer.save(folder)
-                saved = time.monotonic()
-    trainer.save(folder)
