@@ -30,4 +30,5 @@ def as_problems(means: list[float] | np.ndarray, draws: int = 3, groups: str | N
         means=values,
         draws=np.full(len(values), draws),
         first=(values >= 0.5).astype(np.float64),
+        share=True,
     )

@@ -6,6 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from kvkeep.core.errors import ConfigError, UnknownNameError
@@ -35,15 +37,23 @@ def test_tiny_example_by_hand() -> None:
     assert (result.metric, result.n, result.clusters, result.draws) == ("avg@2", 3, 3, 6)
     assert result.estimate == 0.5
     assert result.standard_error == pytest.approx(0.5 / 3**0.5)
-    assert result.interval[1] - 0.5 == pytest.approx(4.302653 * 0.5 / 3**0.5, rel=1e-6)
+    # Worth 0.25 / (1/12) = 3 yes-or-no answers: 0.5 ± 4.302653 / (1 + 18.512821 / 3) · √(1/12 + 18.512821/36)
+    assert result.interval == pytest.approx((0.5 - 0.463829, 0.5 + 0.463829), abs=1e-6)
     assert "avg@2 50.0 %" in str(result)
+    lengths = accuracy(dataclasses.replace(problems, share=False)).interval  # Student's, wherever it ends
+    assert lengths == pytest.approx((0.5 - 4.302653 * 0.5 / 3**0.5, 0.5 + 4.302653 * 0.5 / 3**0.5), rel=1e-6)
+    assert (problems.share, problem_means(TINY, "tokens").share, problems.only("a").share) == (
+        True,
+        False,
+        True,
+    )
     assert problem_means(TINY, "not_extracted").means.tolist() == [0.0, 0.0, 0.5]
 
 
 def test_wilson_stands_beside_a_weak_interval() -> None:
-    """30 of 30 correct gives a t interval of no width at all: certainty from thirty problems."""
+    """30 of 30 correct must not pass for certainty: nothing varies, and thirty problems are few."""
     perfect = accuracy(as_problems(np.ones(30)))
-    assert perfect.interval == (1.0, 1.0)
+    assert perfect.interval == pytest.approx((30 / (30 + stats.t.ppf(0.975, 29) ** 2), 1.0), rel=1e-9)
     assert perfect.wilson == pytest.approx((30 / (30 + 1.959964**2), 1.0), rel=1e-6)
     assert "Wilson" in str(perfect)
     assert accuracy(as_problems(np.tile([0.0, 1.0], 60))).wilson is None
@@ -53,6 +63,48 @@ def test_wilson_stands_beside_a_weak_interval() -> None:
         ).wilson
         is None
     )
+
+
+def shares_not_ruled_out(estimate: float, observations: float, reach: float) -> tuple[float, float]:
+    """Ends of Wilson's interval by trying: shares from which the estimate is not too far."""
+    tried = np.linspace(0, 1, 100_001)
+    near = tried[np.abs(estimate - tried) <= reach * np.sqrt(tried * (1 - tried) / observations) + 1e-12]
+    return float(near.min()), float(near.max())
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1 / 3, 0.9, 1.0]), min_size=4, max_size=40),
+    st.lists(st.sampled_from("abcd"), min_size=40, max_size=40),
+)
+def test_the_interval_is_that_of_trying_all_shares(means: list[float], names: list[str]) -> None:
+    """It stays between 0 and 1, and holds every share that clusters like these do not speak against."""
+    groups = "".join(["a", "b", *names[2 : len(means)]])
+    found = accuracy(as_problems(means, groups=groups))
+    low, high = found.interval
+    assert 0 <= low <= found.estimate <= high <= 1
+    variance = found.estimate * (1 - found.estimate)
+    if found.standard_error < 1e-3 and variance > 1e-9:
+        return  # worth more answers than the steps of trying tell apart
+    count = variance / found.standard_error**2 if variance > 1e-9 else found.clusters
+    expected = shares_not_ruled_out(found.estimate, count, float(stats.t.ppf(0.975, found.clusters - 1)))
+    assert (low, high) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize("chance", [0.03, 0.97])
+def test_the_interval_covers_shares_near_the_edge(chance: float) -> None:
+    """Where Student's interval leaves the range it also misses the truth far too often."""
+    rng = np.random.default_rng(7)
+    hits = {True: 0, False: 0}
+    for _ in range(1000):
+        # Sixty problems in twenty clusters, each cluster with a difficulty of its own.
+        difficulty = rng.beta(20 * chance, 20 * (1 - chance), 20).repeat(3)
+        problems = as_problems((rng.random(60) < difficulty).astype(float), groups="abcdefghijklmnopqrst" * 3)
+        problems = dataclasses.replace(problems, groups=tuple(sorted(problems.groups)))
+        for share in hits:
+            low, high = accuracy(dataclasses.replace(problems, share=share)).interval
+            hits[share] += low <= chance <= high
+    assert 930 <= hits[True] <= 985
+    assert hits[False] < 900
 
 
 def test_clusters_widen_the_interval() -> None:

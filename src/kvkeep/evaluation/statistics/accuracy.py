@@ -13,6 +13,7 @@ from kvkeep.evaluation.extras import need
 from kvkeep.evaluation.grading.exact import as_number, as_words, normalise
 from kvkeep.evaluation.records import SampleRecord
 from kvkeep.evaluation.statistics.problem_means import ProblemMeans, cluster_sums, problem_means
+from kvkeep.evaluation.statistics.share_interval import share_interval
 
 # Below this many problems, or this close to 0 or 1, a symmetric interval is not to be trusted alone.
 FEW_PROBLEMS = 60
@@ -32,10 +33,11 @@ class Accuracy:
     estimate, standard_error
         Mean over problems, in 0..1 for accuracies, and its standard error over clusters.
     interval, level
-        Student's t interval over clusters; not cut at 0 and 1.
+        Of a metric between 0 and 1 Wilson's form of Student's t interval over clusters, which stays there
+        (:func:`~kvkeep.evaluation.statistics.share_interval.share_interval`); of others Student's.
     wilson
-        Wilson's interval on the first draw of each problem, given where the t interval is weak: few
-        problems, or an estimate near 0 or 1. ``None`` otherwise.
+        Wilson's interval on the first draw of each problem, given where an interval from few numbers is weak:
+        few problems, or an estimate near 0 or 1. ``None`` otherwise.
     """
 
     metric: str
@@ -157,7 +159,10 @@ def _mean(metric: str, problems: ProblemMeans, values: np.ndarray, level: float)
     residuals = sums - estimate * sizes
     error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / float(sizes.sum())
     student = need("scipy.stats", extra="eval", purpose="an interval").t
-    reach = float(student.ppf((1 + level) / 2, count - 1)) * error
+    quantile = float(student.ppf((1 + level) / 2, count - 1))
+    interval = (estimate - quantile * error, estimate + quantile * error)
+    if problems.share:
+        interval = share_interval(min(max(estimate, 0.0), 1.0), error, count, quantile)
     return Accuracy(
         metric=metric,
         n=len(problems),
@@ -165,6 +170,6 @@ def _mean(metric: str, problems: ProblemMeans, values: np.ndarray, level: float)
         draws=int(problems.draws.sum()),
         estimate=estimate,
         standard_error=error,
-        interval=(estimate - reach, estimate + reach),
+        interval=interval,
         level=level,
     )

@@ -47,6 +47,8 @@ class ProblemMeans:
         Number of draws, int64 ``[problems]``.
     first
         The metric on the draw with the lowest number, float64 ``[problems]``.
+    share
+        Whether the metric lies between 0 and 1 by what it is.
     """
 
     ids: tuple[str, ...]
@@ -54,6 +56,7 @@ class ProblemMeans:
     means: np.ndarray
     draws: np.ndarray
     first: np.ndarray
+    share: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -74,6 +77,7 @@ class ProblemMeans:
             means=self.means[index],
             draws=self.draws[index],
             first=self.first[index],
+            share=self.share,
         )
 
 
@@ -112,6 +116,7 @@ def problem_means(samples: Iterable[SampleRecord], metric: str = "accuracy") -> 
         means=np.array([np.mean([value(sample) for sample in draws]) for draws in by_id.values()]),
         draws=np.array([len(draws) for draws in by_id.values()]),
         first=np.array([value(draws[0]) for draws in by_id.values()]),
+        share=metric != "tokens",
     )
 
 
