@@ -20,7 +20,7 @@ from kvkeep.evaluation.sampling import Sampler, Sampling
 from kvkeep.evaluation.vllm_generator import refuse_decoding
 from kvkeep.testing.models import left_padded
 from tests.evaluation.models import tiny_model
-from tests.reference.decoding import answer_with_refeeding, repeated_share
+from tests.reference.decoding import answer_with_refeeding, repeated_share, told_with_refeeding
 
 
 class TestRepetition:
@@ -179,6 +179,25 @@ class TestRefeeding:
             tokens_read.append(token)
         assert tokens_read == [101, 5, 6, 7, 102, *range(103, 109)]
         assert again.read == [3]
+
+    def test_nobody_is_surprised_by_the_question(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the model would have said in the middle of a question is no thought of its answer."""
+        told: dict[int, list[float]] = {0: [], 1: [], 2: []}
+
+        def note(cache: kvkeep.RetentionCache, nats: list[float]) -> None:
+            for name, each in zip(cache.rows.sequence_ids, nats, strict=True):
+                told[name].append(each)
+
+        monkeypatch.setattr(kvkeep.RetentionCache, "wants_entropy", True)
+        monkeypatch.setattr(kvkeep.RetentionCache, "note_entropy", note)
+        ids, mask = left_padded((7, 12, 4))
+        ids = ids % 30 + 2
+        write(POLICIES[0], ids, mask, [0, 1, 2], Refeeding(every=9), temperature=0.0, limits=[25] * 3)
+        for row, length in enumerate((7, 12, 4)):
+            prompt = ids[row, -length:].tolist()
+            expected = told_with_refeeding(tiny_model(eos=None), prompt, new=25, every=9)
+            assert expected.count(0.0) == 2 * length
+            assert told[row] == pytest.approx(expected, abs=1e-4)
 
     def test_its_own_evictions_do_not_count(self) -> None:
         """A long prompt evicts while it is read; counting that would read it for ever."""

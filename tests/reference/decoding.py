@@ -34,3 +34,23 @@ def answer_with_refeeding(model: PreTrainedModel, prompt: list[int], *, new: int
             since = 0
         context.append(token)
     return written
+
+
+def told_with_refeeding(model: PreTrainedModel, prompt: list[int], *, new: int, every: int) -> list[float]:
+    """Nats from which each token behind the prompt was drawn, in the order in which they go in.
+
+    Those of a prompt that is read again are drawn by nobody.
+    """
+    context, told, since = list(prompt), [], 0
+    for _ in range(new):
+        with torch.no_grad():
+            logits = model(torch.tensor([context])).logits[0, -1].double()
+        shares = logits.softmax(-1)
+        since += 1
+        if since == every:
+            context += prompt
+            told += [0.0] * len(prompt)
+            since = 0
+        told.append(-sum(float(share * share.log()) for share in shares if share > 0))
+        context.append(int(logits.argmax()))
+    return told

@@ -136,7 +136,8 @@ def decode(
                 refed=again.read[row],
             )
         if cache.wants_entropy:
-            cache.note_entropy(entropy_of(logits))
+            told = entropy_of(logits).tolist()
+            cache.note_entropy([again.entropy(row, nats) for row, nats in zip(rows, told, strict=True)])
         clock.lap()  # what the consumer did with the texts is not ours
         live = [place for place in range(len(rows)) if place not in ended]
         if not live:

@@ -62,6 +62,7 @@ class Refeeder:
         self._queues: list[deque[int]] = [deque() for _ in prompts]
         self._since = [(0, 0)] * len(prompts)  # tokens written and evictions at the last reading's end
         self._ended = [True] * len(prompts)
+        self._unsure: list[float | None] = [None] * len(prompts)  # of what waits for a reading to end
         #: Prompt tokens that each row has read again.
         self.read = [0] * len(prompts)
 
@@ -96,3 +97,21 @@ class Refeeder:
         self._ended[row] = False
         self.read[row] += len(prompt)
         return self.next(row)
+
+    def entropy(self, row: int, told: float) -> float:
+        """Entropy that the token was drawn from which goes in now, in nats; asked once a token.
+
+        Nobody draws the tokens of a prompt: 0. The token that was written before a reading goes in behind it,
+        with what it was drawn from.
+
+        Parameters
+        ----------
+        told
+            What the row's logits say.
+        """
+        if self.reads(row):
+            if self._unsure[row] is None:
+                self._unsure[row] = told
+            return 0.0
+        waited, self._unsure[row] = self._unsure[row], None
+        return told if waited is None else waited
