@@ -22,7 +22,15 @@ import kvkeep
 from kvkeep import calibration
 from kvkeep.cli.boundary import guard, one_sentence
 from kvkeep.core import registry
-from kvkeep.core.errors import ConfigError, UnsupportedError
+from kvkeep.core.errors import (
+    BudgetError,
+    ConfigError,
+    DataFileError,
+    EvidenceError,
+    MissingExtraError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from kvkeep.core.view import LayerView
 from kvkeep.policies.ranked import RankedPolicy
 from kvkeep.testing.models import tiny_model, tokens
@@ -235,8 +243,8 @@ def test_missing_flash_attention_is_not_blamed_on_the_model(
 def test_a_model_of_another_kind_is_refused(run: Run, tmp_path: Path) -> None:
     """An encoder-decoder has a second cache that kvkeep does not manage."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    assert "t5" in refusal(run("generate", words(9), "--model", tmp_path, "--budget", 99), 1)
-    assert "t5" in refusal(run("plan", "--model", tmp_path), 1)
+    assert "t5" in refusal(run("generate", words(9), "--model", tmp_path, "--budget", 99), 2)
+    assert "t5" in refusal(run("plan", "--model", tmp_path), 2)
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +324,27 @@ def test_other_commands_explain_as_well(run: Run, arguments: tuple[Any, ...], se
     assert sentence in refusal(run(*arguments), 2)
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            ("--policy", "quest", "--token-budget", 64, "--kv-bits", 4),
+            "reads blocks of entries where they lie",
+        ),
+        (("--policy", "snapkv + merge", "--budget", 99, "--kv-bits", 4), "leave the merging out"),
+        (("--kv-bytes", "1MiB", "--kv-bits", 4), "a budget in bytes does not say how many entries"),
+        (("--budget", 99, "--kv-bits", 4, "--kv-group", 24), "16 channels"),
+        (("--policy", "snapkv + pyramid", "--budget", 99, "--store", "dense"), "paged"),
+    ],
+)
+def test_flags_that_do_not_fit_each_other(
+    run: Run, tiny_folder: Path, flags: tuple[Any, ...], sentence: str
+) -> None:
+    """Told like every other mistake of a user, although a model had to be loaded to find it."""
+    result = run("generate", words(9), "--model", tiny_folder, *flags)
+    assert sentence in refusal(result, 2)
+
+
 def _fails(error: BaseException) -> Callable[[], None]:
     def run() -> None:
         raise error
@@ -329,6 +358,13 @@ def _fails(error: BaseException) -> Callable[[], None]:
         (FileNotFoundError(2, "No such file or directory", "x.txt"), 1, "x.txt: No such file or directory."),
         (PermissionError("no entry"), 1, "no entry."),
         (KeyboardInterrupt(), 130, "stopped."),
+        (ConfigError("wrong in itself"), 2, "wrong in itself"),
+        (BudgetError("too small"), 2, "too small"),
+        (UnknownNameError("policy", "x", ["snapkv"]), 2, "unknown policy 'x'"),
+        (UnsupportedError("this with that", ["because"]), 2, "this with that: because."),
+        (EvidenceError("these runs", ["other problems"]), 1, "these runs: other problems."),
+        (DataFileError("damaged"), 1, "damaged"),
+        (MissingExtraError("vllm", "vllm", "serving"), 1, "serving needs the package 'vllm'"),
         (ValueError("odd\nmore"), 1, "unexpected ValueError: odd This is probably a defect"),
     ],
 )

@@ -1,7 +1,8 @@
 """Every error leaves the command here: one sentence on stderr and an exit code, never a traceback.
 
-Exit codes: 0 done; 2 what was asked for cannot be right (a flag, a setting, a name, a budget); 1 all
-other failures (a file, a model that cannot be served, a defect of ours); 130 stopped from the keyboard.
+Exit codes: 0 done; 2 ask for something else (a flag, a setting, a name or a budget that cannot be right, or a
+policy, model and engine that do not fit each other); 1 all other failures, of what was asked for rightly (a
+file, a missing package, evidence that is none, a defect of ours); 130 stopped from the keyboard.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvkeep.core.errors import ConfigError, KvkeepError
+from kvkeep.core.errors import ConfigError, KvkeepError, UnsupportedError
 
 
 class BoundaryGroup(TyperGroup):
@@ -45,7 +46,7 @@ def guard(run: Callable[[], Any]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except KvkeepError as error:
-        return _fail(one_sentence(str(error)), 2 if isinstance(error, ConfigError) else 1)
+        return _fail(one_sentence(str(error)), 2 if isinstance(error, (ConfigError, UnsupportedError)) else 1)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("stopped.", 130)
     except BrokenPipeError:
