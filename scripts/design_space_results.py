@@ -11,9 +11,11 @@ import argparse
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
-from kvkeep.cli.app import app
+from kvkeep_command import kvkeep
+
 from kvkeep.evaluation.preregistration import lock_path
 from kvkeep.evaluation.runlog import read_run
 
@@ -36,7 +38,7 @@ def flags(runs: Path) -> list[str]:
 
 def write_page(runs: Path, out: Path) -> None:
     """Tables, reading, sealed plan and headers."""
-    app([*flags(runs), "--page", str(out)], standalone_mode=False)
+    kvkeep(*flags(runs), "--page", str(out))
     head, _, *rest = out.read_text().split("\n\n")  # the second says how the tables were written
     words = " ".join(flags(Path("runs/design-space")))
     command = (
@@ -61,7 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results/design-space.md"))
     given = parser.parse_args()
     if given.what == "run":
-        app(flags(given.runs), standalone_mode=False)
+        sys.stdout.write(kvkeep(*flags(given.runs)))
     else:
         write_page(given.runs, given.out)
 

@@ -10,15 +10,13 @@ caches.
 """
 
 import argparse
-import contextlib
-import io
 import sys
 import time
 from pathlib import Path
 
 from dilution_page import CURVES, DIALS, SEARCH, STUDIES, curve_file, folder, page
+from kvkeep_command import kvkeep
 
-from kvkeep.cli.app import app
 from kvkeep.evaluation.runlog import read_log
 
 BUFFER = "16"
@@ -26,17 +24,11 @@ RESULTS = Path("docs/results")
 
 
 def command(*words: str) -> str:
-    """Run a command of kvkeep in this process; what it printed."""
-    printed = io.StringIO()
-    before, sys.argv = sys.argv, ["kvkeep", *words]
+    """Run a command of kvkeep in this process, and say how long it took; what it printed."""
     begin = time.monotonic()
-    try:
-        with contextlib.redirect_stdout(printed):
-            app(list(words), standalone_mode=False)
-    finally:
-        sys.argv = before
+    printed = kvkeep(*words)
     sys.stderr.write(f"{time.monotonic() - begin:.0f} s: kvkeep {' '.join(words)}\n")
-    return printed.getvalue()
+    return printed
 
 
 def run_curves(runs: Path, names: list[str]) -> None:

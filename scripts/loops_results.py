@@ -8,8 +8,6 @@ and read by `kvkeep analyze loops`.
 """
 
 import argparse
-import contextlib
-import io
 import json
 import statistics
 import sys
@@ -17,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvkeep_command import kvkeep
 from page_figures import standalone
 
-from kvkeep.cli.app import app
 from kvkeep.core.files import atomic_path
 from kvkeep.evaluation.loops import evictions, start_of
 from kvkeep.evaluation.records import SampleRecord
@@ -46,18 +44,6 @@ FIGURES = {
     "loops-begun": ("by token", "Share of texts that are in a loop, by token"),
     "loops-before": ("Place of the value ranges", "Place of the ranges that go before a loop"),
 }
-
-
-def kvkeep(*words: str) -> str:
-    """Run a command of kvkeep in this process; what it printed."""
-    printed, before = io.StringIO(), sys.argv
-    sys.argv = ["kvkeep", *words]
-    try:
-        with contextlib.redirect_stdout(printed):
-            app(list(words), standalone_mode=False)
-    finally:
-        sys.argv = before
-    return printed.getvalue()
 
 
 def run(runs: Path, data: Path, arms: list[str]) -> None:

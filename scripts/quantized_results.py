@@ -18,6 +18,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from kvkeep_command import kvkeep as command
 from quantized_arms import (
     BOUNDED,
     BUFFER,
@@ -32,7 +33,6 @@ from quantized_page import page
 from smollm2_results import CHUNK, encode, needles, note, write
 
 import kvkeep
-from kvkeep.cli.app import app
 from kvkeep.cli.loading import Loaded, load_model, resolve
 from kvkeep.engine.generation import cache_argument
 from kvkeep.evaluation.decoding import read
@@ -195,8 +195,8 @@ def run_trace(runs: Path, problems: int) -> None:
         words = ["eval", "--task", "trace(size=S)", "--model", "trace-1", "--policy", spec, "--out", str(out)]
         words += ["--limit", str(problems), "--batch-size", "100", "--buffer", "16", "--threads", "1"]
         words += ["--json", "--resume", *arm.flags()]
-        begin, sys.argv = time.monotonic(), ["kvkeep", *words]
-        app(words, standalone_mode=False)
+        begin = time.monotonic()
+        command(*words)
         (out / "done").touch()
         note(f"trace {name}: {time.monotonic() - begin:.0f} s")
 
@@ -219,9 +219,7 @@ def main() -> None:
         page(given.runs, given.out)
         return
     only = given.only or ("error", "trace", "needle", "text")
-    arguments = list(sys.argv[1:])
     for part in only:
-        sys.argv = [sys.argv[0], *arguments]
         if part == "error":
             run_error(given.runs, given.model)
         elif part == "trace":

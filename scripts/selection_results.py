@@ -9,15 +9,14 @@ were trained by `kvkeep gates train-blocks --model trace-1 --data trace --block 
 """
 
 import argparse
-import contextlib
-import io
 import json
 import re
 import sys
 import time
 from pathlib import Path
 
-from kvkeep.cli.app import app
+from kvkeep_command import kvkeep
+
 from kvkeep.core.files import read_tensors
 from kvkeep.evaluation.comparison import Comparison, compare
 from kvkeep.evaluation.records import Run
@@ -120,6 +119,11 @@ def command(flags: tuple[str, ...], model: str, problems: int) -> list[str]:
     return ["kvkeep", "eval", *flags, "--model", model, *size]
 
 
+def typed_command(run: Run, rebuilt: list[str]) -> list[str]:
+    """What a reader can type: the first logs name this script, whose process wrote them."""
+    return list(run.header.command) if run.header.command[:1] == ("kvkeep",) else rebuilt
+
+
 def finished(place: Path) -> Run | None:
     """Read a run that has come to its end."""
     if not (place / "run.jsonl").exists():
@@ -135,9 +139,8 @@ def run_all(given: argparse.Namespace) -> None:
         if finished(place) is not None:
             continue
         started, more = time.perf_counter(), ["--resume"] if (place / "run.jsonl").exists() else []
-        with contextlib.redirect_stdout(io.StringIO()):
-            words = command(flags, given.model, given.problems)
-            app([*words[1:], "--out", str(place), *more], standalone_mode=False)
+        words = command(flags, given.model, given.problems)
+        kvkeep(*words[1:], "--out", str(place), *more)
         run = read_log(place).run
         score = accuracy(problem_means(run.samples, "score"))
         sys.stderr.write(
@@ -284,9 +287,8 @@ def page(given: argparse.Namespace) -> None:
         cells = differences(runs, baseline, challenger)
         lines.append(f"| {question} | {challenger} − {baseline} | " + " | ".join(cells) + " |")
     given.out.write_text("\n".join([*lines, "", READING]) + "\n")
-    # Run in one process, the logs know that of this script: the commands stand in the plan.
     headers = [
-        run.header.as_dict() | {"command": command(flags, what.model, what.problems)}
+        run.header.as_dict() | {"command": typed_command(run, command(flags, what.model, what.problems))}
         for place, flags in plan(runs).items()
         if (run := finished(place)) is not None
     ]

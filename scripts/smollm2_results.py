@@ -9,8 +9,6 @@ policies and budgets together (`kvkeep.evaluation.shared_reading`), and answered
 
 import argparse
 import ast
-import contextlib
-import io
 import json
 import sys
 import sysconfig
@@ -22,10 +20,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from kvkeep_command import kvkeep as command
 from smollm2_page import BUDGETS, BUFFER, LENGTHS, WRITTEN, arms, page, text_file, write
 
 import kvkeep
-from kvkeep.cli.app import app
 from kvkeep.cli.loading import Loaded, load_calibration, load_gates, load_model, resolve
 from kvkeep.core.policy import Policy
 from kvkeep.evaluation.decoding import read
@@ -52,18 +50,6 @@ def note(text: str) -> None:
 def left(begin: float, done: int, total: int) -> str:
     """Time left at the pace so far, in words."""
     return f"{(time.monotonic() - begin) / done * (total - done) / 60:.0f} min left"
-
-
-def command(*words: str) -> str:
-    """Run a command of kvkeep in this process; what it printed."""
-    printed = io.StringIO()
-    before, sys.argv = sys.argv, ["kvkeep", *words]
-    try:
-        with contextlib.redirect_stdout(printed):
-            app(list(words), standalone_mode=False)
-    finally:
-        sys.argv = before
-    return printed.getvalue()
 
 
 def docstrings() -> Iterator[str]:

@@ -9,7 +9,6 @@ where the measured mean cache of an arm is more than 2 % off that of the referen
 
 import argparse
 import contextlib
-import io
 import json
 import re
 import sys
@@ -18,8 +17,8 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from kvkeep_command import kvkeep
 
-from kvkeep.cli.app import app
 from kvkeep.core.errors import KvkeepError
 from kvkeep.evaluation.comparison import Comparison, compare
 from kvkeep.evaluation.records import Run
@@ -101,12 +100,6 @@ def entries(share: int) -> int:
 def slug(arm: str) -> str:
     """The name of an arm as a folder."""
     return arm.replace(", ", "-").replace(" ", "-")
-
-
-def kvkeep(*words: str) -> None:
-    """Run a command of kvkeep in this process, quietly."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        app(list(words), standalone_mode=False)
 
 
 def policy_flags(arm: str, calibration: Path) -> list[str]:

@@ -9,8 +9,6 @@ once more, in portions as long as the rows of their training, and top sets by re
 """
 
 import argparse
-import contextlib
-import io
 import json
 import statistics
 import sys
@@ -20,10 +18,10 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from kvkeep_command import kvkeep
 from page_figures import standalone
 from scipy.stats import t as student
 
-from kvkeep.cli.app import app
 from kvkeep.core.files import atomic_path
 from kvkeep.evaluation.report import values_tables as tables
 from kvkeep.evaluation.report.plain_figures import curve_figure, share_figure
@@ -68,14 +66,8 @@ def run(runs: Path, gates: Path | None) -> None:
                 continue
             words = ["analyze", *added, *flags, "--threads", "1", "--json"]
             words += ["--page", str(out.with_suffix(".html"))]
-            printed, begin = io.StringIO(), time.monotonic()
-            before, sys.argv = sys.argv, ["kvkeep", *words]
-            try:
-                with contextlib.redirect_stdout(printed):
-                    app(words, standalone_mode=False)
-            finally:
-                sys.argv = before
-            write(out, printed.getvalue())
+            begin = time.monotonic()
+            write(out, kvkeep(*words))
             sys.stderr.write(f"{time.monotonic() - begin:.0f} s: {command} {name}\n")
 
 
