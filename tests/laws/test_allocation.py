@@ -16,6 +16,7 @@ TEXTS = [
     "vase-attnv + adaptive-heads",
     "h2o(recent_window=4) + adaptive-heads(floor=0.2)",
     "keydiff + sample + pyramid(beta=3)",
+    "snapkv + threshold(at=0.3, calibrate=z-score)",
 ]
 CHECKS = {
     str(check): check
@@ -28,6 +29,8 @@ CHECKS = {
         "empty-slots-do-not-count",
         "oracle-llama",
         "alone-as-in-a-batch",
+        "nothing-to-evict-nothing-changed",
+        "nothing-leaks",
     )
 }
 
@@ -57,3 +60,15 @@ def test_heads_really_differ_and_the_total_is_the_budget() -> None:
     held = torch.tensor([[len(h) for row in cache.kept_positions(i) for h in row] for i in range(2)])
     assert len(set(held.flatten().tolist())) > 2
     assert held.view(2, 2, 2).sum((0, 2)).tolist() == [96, 96]
+
+
+def test_thresholds_leave_less_than_the_budget_and_never_more() -> None:
+    """A threshold that nothing fails, or a bound that does not bind, would pass all laws above."""
+    policy = kvkeep.policy("snapkv + threshold(at=0.3, calibrate=z-score)", budget=24, buffer=8)
+    model, ids = tiny_model("llama"), tokens(2, 40)
+    cache = kvkeep.RetentionCache(model, policy)
+    feed(model, cache, ids, torch.ones_like(ids), [32, *[1] * 8])
+    held = [len(h) for i in range(2) for row in cache.kept_positions(i) for h in row]
+    assert len(set(held)) > 2
+    assert 8 <= min(held) < max(held) <= 24
+    cache.check_integrity()

@@ -66,6 +66,20 @@ def whole_model(heads: Sequence[Head], floors: Sequence[int]) -> list[int]:
     return counts
 
 
+def good_enough(head: Head, threshold: float) -> int:
+    """Entries that are protected or score at least so much."""
+    return sum(g or s >= threshold for s, g in zip(head.scores, head.protected, strict=True))
+
+
+def best_of_good(head: Head, threshold: float) -> int:
+    """Protected entries, then one good one after the other until the share is used up."""
+    count = head.guarded
+    for score, guarded in zip(head.scores, head.protected, strict=True):
+        if not guarded and score >= threshold and count < head.share:
+            count += 1
+    return count
+
+
 def settle(ideal: Sequence[float], least: Sequence[int], most: Sequence[int], wanted: int) -> list[int]:
     """Shift all alike until the whole parts fit the total; the rest to the largest remainders."""
 

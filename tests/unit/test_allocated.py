@@ -1,4 +1,4 @@
-"""Allocation put behind any policy: `+ uniform`, `+ pyramid`, `+ adaptive-heads`, `+ whole-model`."""
+"""Allocation put behind any policy: `+ uniform`, `+ pyramid`, `+ adaptive-heads`, `+ threshold` and so on."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ SHARES = [
     "whole-model",
     "whole-model(calibrate=rank, floor=12)",
     "whole-model(calibrate=softmax, threshold=0.03)",
+    "threshold(at=0.03, calibrate=softmax)",
 ]
 BASES = ["snapkv", "vase-attnv", "r-kv", "keydiff + sample", "streaming-llm", "vase-dkv + reserve(slots=9)"]
 # Heads of any length, as a ragged store holds them.
@@ -119,7 +120,7 @@ def test_one_layer_with_one_head_is_uniform() -> None:
         policy = kvkeep.policy(base, budget=24, buffer=8)
         view = make_view(policy, lengths=(40,), kv_heads=1)
         theirs = policy.decide([view], [make_counts(view)])[0]
-        for share in SHARES[:-1]:
+        for share in (share for share in SHARES if "threshold" not in share):
             shared = kvkeep.policy(f"{base} + {share}", budget=24, buffer=8)
             same = make_view(shared, lengths=(40,), kv_heads=1)
             assert kept(shared.decide([same], [make_counts(same)])[0]) == kept(theirs), share
@@ -150,6 +151,40 @@ def test_a_large_score_wins_slots_from_other_layers() -> None:
     assert int(sum(each.sum() for each in lengths)) == 9 * 16
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_thresholds_that_all_or_none_pass(base: str) -> None:
+    """Law 6: what passes always is the base policy, what never does is what it protects."""
+    plain_policy = kvkeep.policy(base, budget=24, buffer=8, sinks=2)
+    view = make_view(plain_policy, lengths=RAGGED[0], kv_heads=3)
+    theirs = plain_policy.decide([view], [make_counts(view)])[0]
+    for at, expected in ((-1e30, kept(theirs)), (1e30, None)):
+        policy = kvkeep.policy(f"{base} + threshold(at={at})", budget=24, buffer=8, sinks=2)
+        same = make_view(policy, lengths=RAGGED[0], kv_heads=3)
+        (decision,) = checked(policy, [same], [make_counts(same)])
+        if expected is None:
+            assert torch.equal(decision.mask(same.shape[2]), same.protected)
+        else:
+            assert kept(decision) == expected
+
+
+def test_a_threshold_keeps_what_passes_and_no_more_than_the_budget() -> None:
+    """Heads that need little give it back, not to each other; the best of many that pass stay."""
+    policy = kvkeep.policy("key-norm + threshold(at=-3)", budget=24, buffer=8)
+    view = make_view(policy, lengths=(40,), kv_heads=3)
+    lengths = view.keys.float().norm(dim=-1)[0]
+    scale = torch.tensor([0.01, 1.0, 100.0])[:, None]  # all, some and none are shorter than 3
+    view = make_view(
+        policy, lengths=(40,), kv_heads=3, keys=view.keys * 3 / lengths.median() * scale[..., None]
+    )
+    (decision,) = checked(policy, [view], [make_counts(view)])
+    norms = view.keys.float().norm(dim=-1)[0].masked_fill(view.protected[0], float("inf"))
+    for head, found in enumerate(kept(decision)[0]):
+        passing = [entry for entry in norms[head].argsort().tolist() if norms[head, entry] <= 3]
+        assert found == sorted([*passing[:16], *range(32, 40)])
+    assert [int(each) for each in decision.lengths[0]][::2] == [24, 8]
+    assert 8 < int(decision.lengths[0, 1]) <= 24
+
+
 class TestText:
     """Spelling, options, and what cannot be."""
 
@@ -162,7 +197,13 @@ class TestText:
 
     @pytest.mark.parametrize(
         ("share", "scope"),
-        [("uniform", "layer"), ("pyramid", "model"), ("adaptive-heads", "layer"), ("whole-model", "model")],
+        [
+            ("uniform", "layer"),
+            ("pyramid", "model"),
+            ("adaptive-heads", "layer"),
+            ("whole-model", "model"),
+            ("threshold(at=0.1)", "layer"),
+        ],
     )
     def test_scope(self, share: str, scope: str) -> None:
         assert kvkeep.policy(f"snapkv + {share}", budget=512).traits.scope == scope
@@ -187,6 +228,9 @@ class TestText:
         [
             ("tova + adaptive-heads", "all heads of a layer keep one set of entries under tova"),
             ("tova + sample + whole-model", "take '+ pyramid', or another policy"),
+            ("tova + threshold(at=0.1)", "take '+ pyramid', or another policy"),
+            ("snapkv + threshold", "threshold needs the score that keeps an entry: '+ threshold(at=0.001)'"),
+            ("snapkv + threshold(at=high)", "at 'high' is not a finite number"),
             ("full + whole-model", "full keeps everything, so there is nothing to share out"),
             ("snapkv + pyramid(beta=1)", "beta 1 is not above 1"),
             ("snapkv + adaptive-heads(safe=2)", "safe 2 is outside [0, 1]"),

@@ -17,8 +17,9 @@ from kvkeep.allocation.adaptive_heads import mixed_with_equal, safeguarded
 from kvkeep.allocation.pool import Pool
 from kvkeep.allocation.pyramid import pyramid
 from kvkeep.allocation.settle import settle
+from kvkeep.allocation.threshold import above_threshold, above_threshold_within_share
 from kvkeep.allocation.uniform import uniform
-from kvkeep.allocation.whole_model import above_threshold, whole_model, whole_model_plus
+from kvkeep.allocation.whole_model import whole_model, whole_model_plus
 from kvkeep.core.decision import KeepCounts
 from kvkeep.scoring.calibrate import CALIBRATIONS, calibrate
 from kvkeep.testing.views import make_view
@@ -135,11 +136,11 @@ def test_conserved_within_bounds_and_alone_as_in_a_batch(
 def test_threshold(store: list[list[list[reference.Head]]], threshold: float) -> None:
     """Protected or good enough: nothing else counts."""
     counts = above_threshold(pool_of(store), threshold=threshold)
+    within = above_threshold_within_share(pool_of(store), threshold=threshold)
     for row in range(len(store[0])):
-        assert counts[row].tolist() == [
-            sum(g or s >= threshold for s, g in zip(head.scores, head.protected, strict=True))
-            for head in row_heads(store, row)
-        ]
+        heads = row_heads(store, row)
+        assert counts[row].tolist() == [reference.good_enough(head, threshold) for head in heads]
+        assert within[row].tolist() == [reference.best_of_good(head, threshold) for head in heads]
 
 
 def full_pool(share: int, *, layers: int = 2, heads: int = 2, size: int = 12, seed: int = 0) -> Pool:

@@ -58,9 +58,3 @@ def whole_model_plus(pool: Pool, *, added: int) -> Tensor:
     free = pool.total - pool.least.sum(-1) - added * heads
     best = count_best(pool.scores, pool.positions, torch.minimum(free.clamp(min=0), competing))
     return settle(pool.least + best + added, pool.least, pool.most, pool.total)
-
-
-def above_threshold(pool: Pool, *, threshold: float) -> Tensor:
-    """Protected entries and those that score at least ``threshold``: no promise about the total."""
-    counts = [(score >= threshold).sum(-1) for score in pool.scores]
-    return pool.least + torch.cat(counts, dim=1)

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvkeep.allocation.adaptive_heads import mixed_with_equal, safeguarded
 from kvkeep.allocation.pool import Pool
 from kvkeep.allocation.pyramid import pyramid
+from kvkeep.allocation.threshold import above_threshold, above_threshold_within_share
 from kvkeep.allocation.uniform import uniform
-from kvkeep.allocation.whole_model import above_threshold, whole_model
+from kvkeep.allocation.whole_model import whole_model
 from kvkeep.core.decision import KeepCounts, KeepDecision
 from kvkeep.core.policy import Policy
 from kvkeep.core.traits import Traits
@@ -21,7 +22,7 @@ from kvkeep.core.view import LayerView
 from kvkeep.policies.wrapped import Wrapped
 from kvkeep.scoring.calibrate import CALIBRATIONS, Calibration
 
-Share = Literal["uniform", "pyramid", "adaptive-heads", "whole-model"]
+Share = Literal["uniform", "pyramid", "adaptive-heads", "whole-model", "threshold"]
 
 # Ways to share a budget out, with the options each takes; each may stand after a "+".
 SHARES: dict[str, tuple[str, ...]] = {
@@ -29,6 +30,7 @@ SHARES: dict[str, tuple[str, ...]] = {
     "pyramid": ("beta",),
     "adaptive-heads": ("safe", "floor", "calibrate"),
     "whole-model": ("calibrate", "floor", "threshold"),
+    "threshold": ("at", "calibrate"),
 }
 _SAFE = 0.2  # kvpress
 
@@ -38,9 +40,9 @@ class Allocated(Wrapped):
     """Score and choose as one policy does, but let heads or layers keep different numbers of entries.
 
     Heads differ: some look at a handful of entries, others at everything. The budget stays what it is on
-    average; who gets how much of it is decided here, at every eviction. A head keeps its protected entries
-    in any case, they count towards the budget, and no head gets more than it holds. Equal scores go to the
-    oldest entry, what is left over by rounding to the lowest head.
+    average (with a threshold: at most); who gets how much of it is decided here, at every eviction. A head
+    keeps its protected entries in any case, they count towards the budget, and no head gets more than it
+    holds. Equal scores go to the oldest entry, what is left over by rounding to the lowest head.
 
     Parameters
     ----------
@@ -50,7 +52,8 @@ class Allocated(Wrapped):
     share
         ``"uniform"``: every head alike. ``"pyramid"``: a line that falls from the first layer to the last.
         ``"adaptive-heads"``: the heads of a layer share its budget by the ranking of their entries.
-        ``"whole-model"``: so do all heads of all layers.
+        ``"whole-model"``: so do all heads of all layers. ``"threshold"``: each head keeps what scores well
+        enough, at most its equal share.
     beta
         Of the pyramid: the last layer gets so many times less than the mean (paper: 20).
     safe, floor
@@ -64,17 +67,28 @@ class Allocated(Wrapped):
     threshold
         Of whole-model: keep what scores at least so much (after calibration). The budget then only says when
         an eviction is due, and does not bound what stays.
+    at
+        Of threshold: the least score, after calibration, that keeps an entry. What a score means is up to the
+        policy; ``calibrate=softmax`` makes it a share of the head's mass.
 
     Source
     ------
     Pyramid: PyramidKV, arXiv 2406.02069. Adaptive heads: Ada-KV, arXiv 2407.11550, and its form in kvpress.
-    Whole model: DBTrimKV, arXiv 2605.09649, which does so with its own score.
+    Whole model: DBTrimKV, arXiv 2605.09649, which does so with its own score. Threshold: as KVzap (kvpress)
+    drops by one, with its own score and without a budget.
 
     Deviations
     ----------
     Runs at every eviction, where the first two papers compress the prompt once. What rounding or a short head
     leaves over is given to others, so that the total is exactly the budget. The pyramid's share is what is
-    free beside all protected entries, not beside the window alone.
+    free beside all protected entries, not beside the window alone. A threshold is asked when more than the
+    budget is stored, where KVzap asks it of every token that leaves the window: nothing is evicted that fits
+    (docs/decisions, number 18).
+
+    Notes
+    -----
+    Below a threshold the cache is smaller than its budget after an eviction, and fills up to budget and
+    buffer before the next: match the measured mean cache before comparing.
 
     Examples
     --------
@@ -91,6 +105,7 @@ class Allocated(Wrapped):
     floor: float | None = None
     calibrate: Calibration = "raw"
     threshold: float | None = None
+    at: float | None = None
 
     def __post_init__(self) -> None:
         if self.share != "uniform":  # layers no longer hold the same tokens
@@ -109,9 +124,13 @@ class Allocated(Wrapped):
         self._check_options()
 
     def _check_options(self) -> None:
-        for option in ("safe", "floor", "threshold"):
+        for option in ("safe", "floor", "threshold", "at"):
             given, known = getattr(self, option), option in SHARES[self.share]
             self._require(given is None or known, f"{self.share} has no option {option}")
+        self._require(
+            self.share != "threshold" or self.at is not None,
+            "threshold needs the score that keeps an entry: '+ threshold(at=0.001)'",
+        )
         self._require(self.beta > 1, f"beta {self.beta} is not above 1")
         self._require(
             self.calibrate in CALIBRATIONS, f"calibrate {self.calibrate!r} is none of {CALIBRATIONS}"
@@ -151,7 +170,7 @@ class Allocated(Wrapped):
             traits,
             scope="model" if whole else traits.scope,
             ragged=True,
-            exact_budget=traits.exact_budget and self.threshold is None,
+            exact_budget=traits.exact_budget and self.threshold is None and self.share != "threshold",
         )
 
     def decide_by(
@@ -166,7 +185,7 @@ class Allocated(Wrapped):
         self, views: Sequence[LayerView], scores: Sequence[Tensor], counts: Sequence[KeepCounts]
     ) -> list[KeepCounts]:
         """Counts per layer and head; their sum over what shares a budget is that of ``counts``."""
-        if self.share != "adaptive-heads":
+        if self.share not in ("adaptive-heads", "threshold"):
             return self._shared(views, scores, counts)
         groups = zip(views, scores, counts, strict=True)
         return [self._shared([view], [score], [count])[0] for view, score, count in groups]
@@ -184,6 +203,8 @@ class Allocated(Wrapped):
                 shares = whole_model(pool, floor=int(self.floor or 0))
             else:
                 shares = above_threshold(pool, threshold=self.threshold)
+        elif self.at is not None:
+            shares = above_threshold_within_share(pool, threshold=self.at)
         elif self.floor is None:
             shares = safeguarded(pool, safe=_SAFE if self.safe is None else self.safe)
         else:

@@ -11,7 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvkeep.allocation.pool import Pool
-from kvkeep.allocation.whole_model import above_threshold, whole_model_plus
+from kvkeep.allocation.threshold import above_threshold
+from kvkeep.allocation.whole_model import whole_model_plus
 from kvkeep.core.decision import KeepCounts
 from kvkeep.core.traits import Traits, Trigger
 from kvkeep.core.view import LayerView
