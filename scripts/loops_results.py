@@ -1,7 +1,8 @@
 """Loops under several policies on SmolLM2-135M-Instruct, and what went before them: docs/results/loops.md.
 
     python scripts/loops_results.py run --runs runs/loops --data DATA     # resumable
-    python scripts/loops_results.py page --runs runs/loops
+    python scripts/loops_results.py run --runs runs/loops-60 --data DATA --problems 60 --tokens 400 --arm …
+    python scripts/loops_results.py page --runs runs/loops --more runs/loops-60
 
 DATA is the folder that holds gsm8k/test.jsonl. Texts are written by `kvkeep eval --log-evictions`, greedily,
 and read by `kvkeep analyze loops`.
@@ -46,7 +47,7 @@ FIGURES = {
 }
 
 
-def run(runs: Path, data: Path, arms: list[str]) -> None:
+def run(runs: Path, data: Path, arms: list[str], problems: int, tokens: int) -> None:
     """Every arm to its end."""
     for arm in arms:
         out, begin = runs / arm, time.monotonic()
@@ -59,7 +60,7 @@ def run(runs: Path, data: Path, arms: list[str]) -> None:
             if arm == "full"
             else ["--budget", str(BUDGET), "--buffer", str(BUFFER), "--prompt-mode", "counts"]
         )
-        words += ["--preset", "greedy", "--max-new-tokens", str(TOKENS), "--limit", str(PROBLEMS)]
+        words += ["--preset", "greedy", "--max-new-tokens", str(tokens), "--limit", str(problems)]
         words += ["--batch-size", str(PROBLEMS), "--threads", "1", "--log-evictions", "--out", str(out)]
         kvkeep(*words, *(["--resume"] if known else []))
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {arm}: {time.monotonic() - begin:.0f} s\n")
@@ -73,15 +74,18 @@ def findings(runs: Path, before: int) -> dict[str, Any]:
     return dict(json.loads(kvkeep("analyze", "loops", *there, *flags)))
 
 
-def page(runs: Path, out: Path) -> None:
-    """Tables and figures into the text of scripts/loops_page.md."""
-    facts = findings(runs, 2)
+def page(runs: Path, more: Path, out: Path) -> None:
+    """Tables and figures into the text of scripts/loops_page.md; ``more``: runs of more problems."""
+    facts, again = findings(runs, 2), findings(more, 2)
     parts = {
         "classes": tables.class_table(facts).markdown(),
         "before": tables.before_table(facts).markdown(),
         "loops": tables.loop_table(facts).markdown(),
         "sinks": sinks_table(runs, facts),
         "examples": examples(runs, facts),
+        "more": tables.class_table(again).markdown(),
+        "more-before": tables.before_table(again).markdown(),
+        "more-sinks": sinks_table(more, again),
     }
     text = Path(__file__).with_name("loops_page.md").read_text(encoding="utf-8")
     for name, part in parts.items():
@@ -96,8 +100,8 @@ def page(runs: Path, out: Path) -> None:
                     standalone(drawing, title, list(facts["arms"])),
                 )
     lines = []
-    for arm in facts["arms"]:
-        header = read_run(runs / arm).header.as_dict()
+    for place in [*(runs / arm for arm in facts["arms"]), *(more / arm for arm in again["arms"])]:
+        header = read_run(place).header.as_dict()
         header["command"] = [Path(word).name if "/" in word else word for word in header["command"]]
         request = header["extra"].get("request", {})
         for name in ("data", "model"):
@@ -149,14 +153,17 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("run", "page"))
     parser.add_argument("--runs", type=Path, default=Path("runs/loops"))
+    parser.add_argument("--more", type=Path, default=Path("runs/loops-60"))
+    parser.add_argument("--problems", type=int, default=PROBLEMS)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--arm", action="append", choices=list(ARMS), help="only this one; repeatable")
     parser.add_argument("--out", type=Path, default=Path("docs/results/loops.md"))
     given = parser.parse_args()
     if given.what == "run":
-        run(given.runs, given.data, given.arm or list(ARMS))
+        run(given.runs, given.data, given.arm or list(ARMS), given.problems, given.tokens)
     else:
-        page(given.runs, given.out)
+        page(given.runs, given.more, given.out)
 
 
 if __name__ == "__main__":

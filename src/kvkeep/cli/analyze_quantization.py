@@ -81,13 +81,10 @@ def quantization(
 
 def show(facts: dict[str, Any]) -> None:
     """The tables of the page."""
-    from kvkeep.cli.tables import show_table
     from kvkeep.evaluation.report.values_tables import layer_link_table, link_table
 
-    typer.echo(f"{sum(facts['portions'])} tokens of {facts['text']}, {facts['model']}\n")
-    for title, table in (
+    tables = [
         ("Range against error, mean over layers", link_table(facts)),
         ("Pearson / Spearman by layer", layer_link_table(facts)),
-    ):
-        show_table(table.columns, table.rows, texts={table.columns[0]: 10}, title=title)
-        typer.echo(f"{table.note}\n")
+    ]
+    read.show_tables(facts, tables)

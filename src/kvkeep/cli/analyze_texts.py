@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvkeep.cli.loading import Loaded
+    from kvkeep.evaluation.report.tables import Table
 
 TextFile = Annotated[
     Path | None,
@@ -138,3 +139,13 @@ def write_page(page: Path, made: Callable[[], str]) -> None:
     with atomic_path(page) as temporary:
         temporary.write_text(made(), encoding="utf-8")
     report.note(f"wrote {page}")
+
+
+def show_tables(facts: dict[str, Any], tables: Sequence[tuple[str, Table]]) -> None:
+    """What was read, and the tables of the page with their notes."""
+    from kvkeep.cli.tables import show_table
+
+    typer.echo(f"{sum(facts['portions'])} tokens of {facts['text']}, {facts['model']}\n")
+    for title, table in tables:
+        show_table(table.columns, table.rows, texts={table.columns[0]: 10}, title=title)
+        typer.echo(f"{table.note}\n")

@@ -80,14 +80,11 @@ def values(
 
 def show(facts: dict[str, Any]) -> None:
     """The tables of the page."""
-    from kvkeep.cli.tables import show_table
     from kvkeep.evaluation.report.values_tables import overlap_table, spread_table, stretch_table
 
-    typer.echo(f"{sum(facts['portions'])} tokens of {facts['text']}, {facts['model']}\n")
-    for title, table in (
+    tables = [
         ("Spread of the magnitudes by layer, sinks apart", spread_table(facts)),
         ("Along the text, beside the middle of each head", stretch_table(facts)),
         ("Do they name the same entries?", overlap_table(facts)),
-    ):
-        show_table(table.columns, table.rows, texts={table.columns[0]: 10}, title=title)
-        typer.echo(f"{table.note}\n")
+    ]
+    read.show_tables(facts, tables)

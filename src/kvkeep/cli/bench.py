@@ -135,9 +135,7 @@ def flat(
     out: Out = None,
 ) -> None:
     """Time per token in windows of one long run: flat, if work and memory are bounded."""
-    chosen = _policies(policy, budget, buffer)
-    if len(chosen) != 1:
-        raise ConfigError(f"--policy {policy!r} names {len(chosen)} policies: one run decodes under one.")
+    chosen = _policy(policy, budget, buffer, "one run decodes under one")
     _check_writable(out)
     from kvkeep.benchmarking.flat import FlatSettings, run_flat
 
@@ -146,7 +144,7 @@ def flat(
     )
     loaded, statistics = _load(model, shape, dtype, device, threads, seed, calibration)
     with _progress() as progress:
-        report = run_flat(loaded, chosen[0], settings, calibration=statistics, progress=progress)
+        report = run_flat(loaded, chosen, settings, calibration=statistics, progress=progress)
     _show(report, as_json, out)
 
 
@@ -170,16 +168,14 @@ def stores(
     out: Out = None,
 ) -> None:
     """What pages cost: the dense and the paged store in turns, with equal and with skewed heads."""
-    chosen = _policies(policy, budget, buffer)
-    if len(chosen) != 1:
-        raise ConfigError(f"--policy {policy!r} names {len(chosen)} policies: the stores run under one.")
+    chosen = _policy(policy, budget, buffer, "the stores run under one")
     _check_writable(out)
     from kvkeep.benchmarking.stores import StoresSettings, run_stores
 
     settings = StoresSettings(batch=batch, prompt=prompt, skew=skew, rounds=rounds, seed=seed)
     loaded, statistics = _load(model, shape, dtype, device, threads, seed, calibration)
     with _progress() as progress:
-        report = run_stores(loaded, chosen[0], settings, calibration=statistics, progress=progress)
+        report = run_stores(loaded, chosen, settings, calibration=statistics, progress=progress)
     _show(report, as_json, out)
 
 
@@ -205,6 +201,14 @@ def _policies(text: str, budget: int, buffer: int | None) -> list[Policy]:
     found = [policy(name, **options) for name in names]
     # Gates belong to one model, and none can be given here.
     return [each for each in found if not each.traits.gated] if text == "all" else found
+
+
+def _policy(text: str, budget: int, buffer: int | None, why: str) -> Policy:
+    """The one policy that a text names; ``why`` there may be no more."""
+    chosen = _policies(text, budget, buffer)
+    if len(chosen) != 1:
+        raise ConfigError(f"--policy {text!r} names {len(chosen)} policies: {why}.")
+    return chosen[0]
 
 
 def _load(

@@ -1,143 +1,25 @@
-"""Training of block gates: a frozen model reads, and in each layer the gates learn where it looks.
-
-The gates change nothing that the model computes, so one plain forward gives both sides: attention, which is
-the target, and queries and keys, which the gates see. The attention function is chosen by name, as everywhere
-in kvkeep, and set back at the end.
-"""
+"""Training of block gates: a frozen model reads, and in each layer the gates learn where it looks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.core.errors import KvkeepError, UnsupportedError
 from kvkeep.core.view import Rope
-from kvkeep.engine.attention import attention_name, set_attention
 from kvkeep.engine.rotary import rope_of
 from kvkeep.engine.spec import model_spec
-from kvkeep.gates.block_gates import BlockGates, BlockShape, pool_blocks
-from kvkeep.kernels.rotation import unrotate
+from kvkeep.gates.block_gates import BlockGates, BlockShape
+from kvkeep.training.block_lesson import Lesson, given, teaching
 from kvkeep.training.block_recipe import BlockRecipe
-from kvkeep.training.block_target import block_mass, block_target, covered, divergence
 from kvkeep.training.documents import Document, Rows, Source, stack
 from kvkeep.training.frozen import frozen
 from kvkeep.training.loop import Progress, Training
-
-_NAME = "kvkeep_pooling"
-# Elements of attention probabilities that exist at once.
-_ELEMENTS = 1 << 26
-_UNKNOWN = ("s_aux", "softcap")
-
-
-@dataclass
-class _Lesson:
-    """What the layers of one forward share.
-
-    Parameters
-    ----------
-    gates, recipe, rope
-        What learns, how, and the model's rotary embedding.
-    lens
-        int64 ``[batch]``: tokens of each document.
-    read
-        Blocks read for which to measure what the gates cover; ``None`` to learn.
-    """
-
-    gates: BlockGates
-    recipe: BlockRecipe
-    rope: Rope
-    lens: Tensor
-    read: int | None = None
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    shares: dict[int, Tensor] = field(default_factory=dict)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
-        """Compare what the gates of a layer say with where its queries look.
-
-        The last block of a document is pooled with the padding behind it. Only queries in that very block
-        hear of it, and decoding never asks about a block that is not full.
-        """
-        block, tokens = self.recipe.block, query.shape[2]
-        positions = torch.arange(tokens, device=query.device)
-        plain_keys = unrotate(key.float(), positions[None], self.rope)
-        blocks = self.gates.keys(layer, pool_blocks(plain_keys, block), positions[None, ::block], self.rope)
-        first = int(((1 - self.recipe.share) * self.lens).min())
-        part = max(1, _ELEMENTS // (query.shape[0] * query.shape[1] * tokens))
-        total, shares = query.new_zeros(()), []
-        for start in range(first, tokens, part):
-            rows = slice(start, min(start + part, tokens))
-            asked = positions[rows]
-            attention = _attention(query[:, :, rows], key, asked, scale)
-            plain = unrotate(query[:, :, rows].float(), asked[None], self.rope)
-            mine = self.gates.queries(layer, plain, asked[None], self.rope)
-            logits = self.gates.logits(mine, blocks)
-            begun = positions[::block] <= asked[:, None]
-            counted = (asked >= ((1 - self.recipe.share) * self.lens)[:, None]) & (asked < self.lens[:, None])
-            target = block_target(attention, block, key.shape[1])
-            total = total + divergence(target, logits, begun, counted) * counted.sum()
-            if self.read is not None:
-                mass = block_mass(attention, block, key.shape[1])
-                ranks = {"gate": logits, "best": mass, "newest": positions[::block].expand_as(mass)}
-                found = [
-                    covered(mass, rank, asked // block, begun, self.read).mean(1)[counted]
-                    for rank in ranks.values()
-                ]
-                shares.append(torch.stack(found))
-        queries = self.lens.sum() - ((1 - self.recipe.share) * self.lens).ceil().sum()
-        self.losses[layer] = total / queries.clamp(min=1)
-        if shares:
-            self.shares[layer] = torch.cat(shares, dim=1).mean(1)
-
-
-_lesson: ContextVar[_Lesson] = ContextVar("lesson")
-
-
-def _attention(query: Tensor, key: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """float32 probabilities ``[batch, heads, queries, entries]``."""
-    keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    logits = query.float() @ keys.float().transpose(-1, -2) * scale
-    newer = torch.arange(key.shape[2], device=key.device) > positions[:, None]
-    return logits.masked_fill(newer, -torch.inf).softmax(-1)
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attention function: plain attention, and a lesson on the way."""
-    if any(options.get(name) is not None for name in _UNKNOWN):
-        raise UnsupportedError(
-            f"block gates cannot be trained on {type(module).__name__}",
-            ["its attention has learned sinks or soft caps, which a gate of blocks does not know"],
-        )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    lesson = _lesson.get()
-    if module.layer_idx in lesson.gates.shape.layers:
-        with torch.set_grad_enabled(lesson.read is None):
-            lesson.attend(module.layer_idx, query.detach(), key.detach(), scale)
-    grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _mask(**options: Any) -> Tensor | None:
-    return sdpa_mask(**(options | {"allow_is_causal_skip": False}))  # always a mask, never a promise
 
 
 class BlockTrainer(Training):
@@ -196,17 +78,13 @@ class BlockTrainer(Training):
         found = [source(number * count + place) for place in range(count)]
         return [Document(each.ids[: self.recipe.row]) for each in found]
 
-    def _read(self, documents: Sequence[Document], read: int | None) -> _Lesson:
+    def _read(self, documents: Sequence[Document], read: int | None) -> Lesson:
         longest = max(len(each.ids) for each in documents)
         rows: Rows = stack([[each] for each in documents], longest).to(self.model.device)
         lens = torch.tensor([len(each.ids) for each in documents], device=self.model.device)
-        lesson = _Lesson(self.gates, self.recipe, self.rope, lens, read)
-        token = _lesson.set(lesson)
-        try:
-            with torch.no_grad():
-                self.model.get_decoder()(input_ids=rows.ids, use_cache=False)
-        finally:
-            _lesson.reset(token)
+        lesson = Lesson(self.gates, self.recipe, self.rope, lens, read)
+        with given(lesson), torch.no_grad():
+            self.model.get_decoder()(input_ids=rows.ids, use_cache=False)
         return lesson
 
     def train_step(self) -> Progress:
@@ -277,14 +155,6 @@ def block_training(
     """
     spec = model_spec(model.config)
     rope = rope_of(model, spec)
-    if not model._can_set_attn_implementation():
-        raise UnsupportedError(
-            f"block gates cannot be trained on {type(model).__name__}",
-            ["it does not choose its attention function by name"],
-        )
-    if _NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _mask)
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
     with torch.random.fork_rng(devices=()):  # the caller's random state is none of our business
         torch.manual_seed(recipe.seed)
         shape = BlockShape.of(spec, block=recipe.block, width=recipe.width, normed=recipe.normed)
@@ -297,10 +167,5 @@ def block_training(
                 f"{shape.width}: give a width of at least {rope.rotary_dim}"
             ],
         )
-    with frozen(model):
-        before = attention_name(model)
-        set_attention(model, _NAME)
-        try:
-            yield BlockTrainer(model, gates, recipe, source, rope, data=data, base=base)
-        finally:
-            set_attention(model, before)
+    with frozen(model), teaching(model):
+        yield BlockTrainer(model, gates, recipe, source, rope, data=data, base=base)
