@@ -19,6 +19,8 @@ from kvkeep.serving.refusals import TESTED, config_reasons, policy_reasons
 from kvkeep.serving.settings import Settings
 from kvkeep.testbed.shipped import shipped_model
 
+#: Parts that cannot be written without an option.
+NEEDED = {"threshold": "threshold(at=0.001)"}
 #: A configuration of vLLM with everything that is refused.
 EVERYTHING: Any = SimpleNamespace(
     speculative_config=object(),
@@ -55,7 +57,8 @@ def served_table() -> str:
     """One row for each policy: served, or everything against it."""
     spec = model_spec(AutoConfig.from_pretrained(shipped_model("trace-1")))
     rows = ["| policy | served | if not, why; or what it asks for |", "|---|---|---|"]
-    for name in [*kvkeep.available_policies(), *(f"snapkv + {part}" for part in PARTS)]:
+    parts = [f"snapkv + {NEEDED.get(part, part)}" for part in PARTS]
+    for name in [*kvkeep.available_policies(), *parts]:
         try:
             policy = Settings(policy=name, budget=1024, buffer=128).make_policy()
             reasons = policy_reasons(policy, spec, EVERYTHING, None)
