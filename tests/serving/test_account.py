@@ -94,7 +94,7 @@ def test_a_ledger_adds_up_the_accounts_however_the_work_is_cut(
         counts = np.minimum(left, np.where(reading, wanted, 1))
         if not counts.any():
             break
-        ledger.note(read, counts, planner.plan(read, counts, table), reading)
+        ledger.note(read + counts, counts, planner.plan(read, counts, table), reading)
         read = read + counts
     accounts = [Account.of(schedule, prompt=prompt, generated=generated) for prompt, generated in requests]
     found = ledger.read()

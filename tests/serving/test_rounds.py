@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from kvkeep.core.arrays import IntArray
 from kvkeep.serving.rounds import Round, RoundPlanner
 from kvkeep.serving.schedule import Schedule
 from tests.serving.naive import NaiveRow
@@ -64,10 +66,43 @@ def test_rounds_equal_token_by_token(
         starts = np.array([each.row.seen for each in requests])
         owner = np.repeat(np.arange(len(requests)), counts)
         rounds = planner.plan(starts, np.array(counts), table)
+        if planner.untouched(int((starts + counts).max())):
+            _check_untouched(rounds, starts, np.array(counts), table, schedule.block_size)
         tokens = [one.tokens.tolist() if one.tokens is not None else [*range(len(owner))] for one in rounds]
         assert sorted(itertools.chain(*tokens)) == list(range(sum(counts)))
         for one, mine in zip(rounds, tokens, strict=True):
             _check(one, [requests[owner[token]] for token in mine], schedule, requests, window)
+
+
+def _check_untouched(
+    rounds: list[Round], starts: IntArray, counts: IntArray, table: Tensor, size: int
+) -> None:
+    """A step that is left to vLLM: the plan would have been what vLLM prepares from positions alone."""
+    (one,) = rounds
+    assert one.tokens is None
+    assert one.cuts is None
+    assert one.record is None
+    assert one.rows is None
+    assert one.lens_cpu.tolist() == (starts + counts).tolist()
+    assert one.bounds_cpu.tolist() == [0, *np.cumsum(counts)]
+    slots = [
+        int(table[row, position // size]) * size + position % size
+        for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True))
+        for position in range(start, start + count)
+    ]
+    assert one.slots.tolist() == slots
+
+
+def test_who_is_left_to_vllm() -> None:
+    """Too few: speed; too many: tokens written over entries that belong to others."""
+    schedule = Schedule(budget=8, buffer=4, block_size=4)
+    planner = RoundPlanner(schedule)
+    assert [planner.untouched(longest) for longest in (1, 12, 13)] == [True, True, False]
+    side = Schedule(budget=8, buffer=4, block_size=4, side_blocks=1)
+    kept = Schedule(budget=8, buffer=4, block_size=4, prompt="kept")
+    assert not RoundPlanner(side, 1, 1).untouched(1)
+    assert not RoundPlanner(kept).untouched(1)
+    assert not RoundPlanner(schedule, ragged=True).untouched(1)
 
 
 def _check(

@@ -102,6 +102,12 @@ class BoundedImpl:
         cache = self._cache
         if cache is None or cache.pages.cache is not kv_cache:
             cache = self._cache = self._open(self._deployment, layer, kv_cache)
+        if attn_metadata.untouched:
+            slots, metadata = attn_metadata.rounds[0].slots, attn_metadata.stock[0]
+            count = slots.shape[0]
+            stored = (key, value) if key.shape[0] == count else (key[:count], value[:count])
+            stock.do_kv_cache_update(layer, *stored, kv_cache, slots)  # type: ignore
+            return stock.forward(layer, query, key, value, kv_cache, metadata, output)  # type: ignore
         for one, metadata in zip(attn_metadata.rounds, attn_metadata.stock, strict=True):
             if one.cuts is not None:
                 LEDGER.peak = max(LEDGER.peak, cache.compaction.evict(one.cuts))

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from kvkeep.core.arrays import IntArray
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.serving import lastwords
 from kvkeep.serving.announce import INACTIVE
@@ -100,12 +101,15 @@ class Rounds:
         What vLLM said of the step.
     by_head
         Builder for rows of one request and one KV head; ``None`` where all heads are equally long.
+    untouched
+        vLLM's own preparation is right as it is: one round, in which nothing is evicted or recorded.
     """
 
     rounds: list[Round]
     stock: list[Any]
     common: CommonAttentionMetadata
     by_head: BoundedBuilder | None
+    untouched: bool = False
 
 
 class BoundedBuilder:
@@ -166,17 +170,23 @@ class BoundedBuilder:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         common = common_attn_metadata
         rows = common.num_reqs
-        bounds = common.query_start_loc_cpu[: rows + 1].numpy().astype("int64")
+        bounds = common.query_start_loc_cpu.numpy()[: rows + 1]
         counts = bounds[1:] - bounds[:-1]
         # A bound, and exact as long as no token is drafted; the lengths themselves are on the device.
-        lens = common.seq_lens_cpu_upper_bound
-        if lens is None:
-            lens = common.seq_lens.cpu()
-        starts = lens[:rows].numpy().astype("int64") - counts
-        rounds = self._planner.plan(starts, counts, common.block_table_tensor[:rows])
+        upper = common.seq_lens_cpu_upper_bound
+        lens = (common.seq_lens.cpu() if upper is None else upper).numpy()[:rows]
+        untouched = self._planner.untouched(longest := int(lens.max()))
+        if untouched:
+            rounds = [_as_prepared(common, lens, longest)]
+        else:
+            read, now = lens.astype("int64"), counts.astype("int64")
+            rounds = self._planner.plan(read - now, now, common.block_table_tensor[:rows])
         if self._counts:
             reading = common.is_prefilling
-            LEDGER.note(starts, counts, rounds, None if reading is None else reading[:rows].cpu().numpy())
+            LEDGER.note(lens, counts, rounds, None if reading is None else reading.cpu().numpy()[:rows])
+        if untouched:
+            metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
+            return Rounds(rounds, [metadata], common, self._by_head, untouched=True)
         stock = [
             None
             if each.rows is not None
@@ -245,6 +255,23 @@ class BoundedBuilder:
             Where nobody has tried it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not serve heads of different length")
+
+
+def _as_prepared(common: CommonAttentionMetadata, lens: IntArray, longest: int) -> Round:
+    """The one round of a step that vLLM prepared rightly; ``lens`` are its lengths on the host."""
+    return Round(
+        tokens=None,
+        query_start_loc=common.query_start_loc,
+        seq_lens=common.seq_lens,
+        longest=longest,
+        most_tokens=common.max_query_len,
+        block_table=common.block_table_tensor,
+        slots=common.slot_mapping[: common.num_actual_tokens],
+        cuts=None,
+        record=None,
+        bounds_cpu=common.query_start_loc_cpu,
+        lens_cpu=torch.from_numpy(lens),
+    )
 
 
 def _managed_layers(config: VllmConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from kvkeep.serving.schedule import Schedule
 
 if TYPE_CHECKING:
     from kvkeep.serving.rounds import Round
+
+#: Forwards that are added up at once: one sum over many costs what one over a single step does.
+_TOGETHER = 64
 
 
 @dataclass
@@ -42,6 +45,8 @@ class Ledger:
     peak: int = 0
     evictions: int = 0
     evicted: int = 0
+    #: Of forwards that are not added up yet, by row: entries held, tokens read, those just read, at its prompt.
+    _waiting: list[tuple[IntArray, IntArray, IntArray, BoolArray]] = field(default_factory=list, repr=False)
 
     def open(self, schedule: Schedule | None, layers: int = 0) -> None:
         """Begin for an engine (``None``: for one without kvkeep)."""
@@ -51,16 +56,17 @@ class Ledger:
     def reset(self) -> None:
         """Forget what was counted."""
         self.steps = self.entries = self.peak = self.evictions = self.evicted = 0
+        self._waiting.clear()
 
     def note(
-        self, starts: IntArray, counts: IntArray, rounds: list[Round], reading: BoolArray | None = None
+        self, lens: IntArray, counts: IntArray, rounds: list[Round], reading: BoolArray | None = None
     ) -> None:
         """Count one forward.
 
         Parameters
         ----------
-        starts, counts
-            int64 ``[rows]``: tokens read before, and tokens read now.
+        lens, counts
+            int ``[rows]``: tokens read when it is done, and those that it reads.
         rounds
             How they were carried out.
         reading
@@ -72,20 +78,30 @@ class Ledger:
             if one.cuts is not None:
                 self.evictions += len(one.cuts.seen)
                 self.evicted += one.evicted
-        decode = (counts == 1) & (starts > 0)
-        if reading is not None:
-            decode &= ~reading
-        if not decode.any():
-            return
         # Every row with tokens has its first piece in the first round, and a decode step has no other piece.
-        held = rounds[0].lens_cpu.numpy()
-        if len(held) != len(decode):
-            decode = decode[counts > 0]
+        held = rounds[0].lens_cpu.numpy() if rounds else lens[:0]
+        if reading is None:
+            reading = np.zeros(len(lens), dtype=bool)
+        if len(held) != len(lens):
+            some = counts > 0
+            lens, counts, reading = lens[some], counts[some], reading[some]
+        # Copies, because vLLM writes the next step into the same memory.
+        self._waiting.append((held.copy(), lens.copy(), counts, reading.copy()))
+        if len(self._waiting) == _TOGETHER:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if not self._waiting:
+            return
+        held, lens, counts, reading = (np.concatenate(each) for each in zip(*self._waiting, strict=True))
+        self._waiting.clear()
+        decode = (counts == 1) & (lens > 1) & ~reading
         self.steps += int(decode.sum())
         self.entries += int(held[decode].sum(dtype=np.int64))
 
     def read(self) -> dict[str, Any]:
         """JSON-ready."""
+        self._add_up()
         return {
             "schedule": None if self.schedule is None else asdict(self.schedule),
             "layers": self.layers,

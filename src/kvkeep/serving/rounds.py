@@ -109,6 +109,22 @@ class RoundPlanner:
     ) -> None:
         self.schedule, self.window, self.per_block, self.ragged = schedule, window, per_block, ragged
 
+    def untouched(self, longest: int) -> bool:
+        """Whether vLLM's own preparation of a step is right as it is: every slot is a position.
+
+        So it is for requests that have not met an eviction and do not in this step, where blocks serve
+        nothing else and heads are equally long. Such a step needs no plan.
+
+        Parameters
+        ----------
+        longest
+            Most tokens of a request after the step.
+        """
+        schedule = self.schedule
+        if self.ragged or schedule.side_blocks or schedule.prompt != "chunk":
+            return False
+        return longest <= schedule.budget + schedule.buffer
+
     def plan(self, starts: IntArray, counts: IntArray, block_table: Tensor) -> list[Round]:
         """Plan one forward.
 
@@ -126,10 +142,10 @@ class RoundPlanner:
             owned = (block_table != 0).sum(1).cpu().numpy()
         kept, first = schedule.of_rows(owned)
         period = (starts - kept) % schedule.buffer
-        ahead = np.where(starts < first, first - starts, schedule.buffer - period)
-        if bool((counts <= ahead).all()):
-            cut = (starts >= first) & (period == 0) & (counts > 0)
-            at = np.where(starts < first, starts, kept + period)
+        early = starts < first
+        if bool((counts <= np.where(early, first - starts, schedule.buffer - period)).all()):
+            cut = ~early & (period == 0) & (counts > 0)
+            at = np.where(early, starts, kept + period)
             return [
                 self._round(None, np.arange(len(starts)), starts, counts, at, cut, kept, first, block_table)
             ]
@@ -190,12 +206,11 @@ class RoundPlanner:
         schedule, size = self.schedule, self.schedule.block_size
         device = block_table.device
         lens = (slot + count).astype(np.int32)
-        bounds = np.concatenate([[0], np.cumsum(count)]).astype(np.int32)
         longest = int(lens.max(initial=1))
         row_table = block_table if tokens is None else block_table[upload(rows, device)]
         table = row_table[:, schedule.side_blocks : schedule.side_blocks - (-longest // size)].contiguous()
-        owner, offset = _places(count)
-        block, place = np.divmod(slot[owner] + offset, size)
+        bounds, owner, offset, at = _places(count, slot)
+        block, place = np.divmod(at, size)
         owners = upload(owner, device)
         slots = table[owners, upload(block, device)].long() * size + upload(place, device)
         own = None
@@ -281,10 +296,13 @@ class RoundPlanner:
         return tokens, row_table[owners, places // self.per_block].long(), places % self.per_block
 
 
-def _places(count: IntArray) -> tuple[IntArray, IntArray]:
-    """The row of every token, and its place among the tokens of that row, ``[tokens]`` each."""
-    rows = np.arange(len(count))
+def _places(count: IntArray, slot: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Where rows begin, int32 ``[rows + 1]``; each token's row, place in it and slot, ``[tokens]``."""
+    rows = np.arange(len(count) + 1)
     if bool((count == 1).all()):  # a decode step, where every operation counts
-        return rows, np.zeros_like(rows)
-    owner = np.repeat(rows, count)
-    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+        return rows.astype(np.int32), rows[:-1], np.zeros_like(slot), slot
+    bounds = np.zeros(len(count) + 1, dtype=np.int32)
+    np.cumsum(count, out=bounds[1:])
+    owner = np.repeat(rows[:-1], count)
+    offset = np.arange(len(owner)) - bounds[owner]
+    return bounds, owner, offset, slot[owner] + offset
