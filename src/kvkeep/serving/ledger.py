@@ -45,7 +45,7 @@ class Ledger:
     peak: int = 0
     evictions: int = 0
     evicted: int = 0
-    #: Of forwards that are not added up yet, by row: entries held, tokens read, those just read, at its prompt.
+    #: Forwards not added up yet, by row: entries held, tokens read, how many just now, still at its prompt.
     _waiting: list[tuple[IntArray, IntArray, IntArray, BoolArray]] = field(default_factory=list, repr=False)
 
     def open(self, schedule: Schedule | None, layers: int = 0) -> None:
