@@ -1,11 +1,13 @@
 """Selectors beside policies that evict, on the built-in reasoner: docs/results/selection.md.
 
+    python scripts/selection_results.py train --runs runs/selection    # gates of 64 entries; resumable
     python scripts/selection_results.py run --runs runs/selection      # resumable
     python scripts/selection_results.py page --runs runs/selection
 
-Each run is a `kvkeep eval` command, kept in its header. The block gates are those that come with kvkeep; they
-were trained by `kvkeep gates train-blocks --model trace-1 --data trace --block 16 --row 768 --rows 4
---steps 800 --token-budget 96 --threads 1 --out DIR`.
+Each run is a `kvkeep eval` command, kept in its header. The block gates of 16 entries are those that come
+with kvkeep; they were trained by `kvkeep gates train-blocks --model trace-1 --data trace --block 16 --row 768
+--rows 4 --steps 800 --token-budget 96 --threads 1 --out DIR`, and so are those of 64, but for --block 64 and
+--token-budget 256.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from kvkeep.evaluation.runlog import read_log
 from kvkeep.evaluation.statistics.accuracy import accuracy
 from kvkeep.evaluation.statistics.correction import corrected
 from kvkeep.evaluation.statistics.problem_means import problem_means
+from kvkeep.gates.block_files import BLOCK_FILE
 from kvkeep.testbed.shipped import shipped_gates
 
 CHAIN = 360  # mean length of a right chain of size M, as in trace_results.py
@@ -38,6 +41,12 @@ _QUEST = ("--policy", "quest", "--option", "dense-layers=0")
 
 #: Selectors: name -> flags without the token budget.
 SELECTORS = {"quest": _QUEST, "seer-attention": _SEER}
+#: The same with larger blocks, by gates that `train` makes: too few of them for the smaller budgets.
+COARSE, COARSE_BLOCK, COARSE_BUDGETS = "seer-attention, blocks of 64", 64, (256, 192)
+TRAINING = (
+    *("--model", "trace-1", "--data", "trace", "--block", str(COARSE_BLOCK), "--row", "768", "--rows", "4"),
+    *("--steps", "800", "--token-budget", "256", "--threads", "1"),
+)
 #: Policies that evict: name -> flags without the budget.
 EVICTORS = {
     "keydiff, prompt counts": ("--policy", "keydiff", "--buffer", "16", "--prompt-mode", "counts"),
@@ -93,6 +102,11 @@ def folder(runs: Path, arm: str, count: int) -> Path:
     return runs / f"{arm.replace(', ', '-').replace(' ', '-')}-{count}"
 
 
+def coarse_gates(runs: Path) -> Path:
+    """Where `train` writes its gates."""
+    return runs / f"blocks-{COARSE_BLOCK}" / BLOCK_FILE
+
+
 def plan(runs: Path) -> dict[Path, tuple[str, ...]]:
     """Every run and its flags, the most telling ones first."""
     wanted: dict[Path, tuple[str, ...]] = {runs / "full": ("--policy", "full")}
@@ -110,6 +124,11 @@ def plan(runs: Path) -> dict[Path, tuple[str, ...]]:
     for share in (4, 2, 8):
         for arm, flags in FURTHER.items():
             wanted[folder(runs, arm, entries(share))] = (*flags, "--budget", str(entries(share)))
+    if (gates := coarse_gates(runs)).exists():
+        seer = ("--policy", "seer-attention", "--gates", str(gates.parent), "--option")
+        for count in COARSE_BUDGETS:
+            flags = (*seer, f"block={COARSE_BLOCK}", "--token-budget", str(count))
+            wanted[folder(runs, COARSE, count)] = flags
     return wanted
 
 
@@ -147,6 +166,13 @@ def run_all(given: argparse.Namespace) -> None:
             f"{place.name}: {100 * score.estimate:.1f} %, stored {run.mean_cache:.1f}, read "
             f"{run.mean_read:.1f}, {time.perf_counter() - started:.0f} s\n"
         )
+
+
+def train(given: argparse.Namespace) -> None:
+    """Train block gates of 64 entries, or go on."""
+    place = coarse_gates(given.runs).parent
+    more = ["--resume"] if place.exists() else []
+    sys.stdout.write(kvkeep("gates", "train-blocks", *TRAINING, "--out", str(place), *more))
 
 
 def row(name: str, asked: str, run: Run) -> str:
@@ -207,9 +233,9 @@ def differences(runs: Path, baseline: str, challenger: str) -> list[str]:
     return cells
 
 
-def trained() -> list[str]:
-    """What the gates say of their own training."""
-    _, header = read_tensors(shipped_gates()[GATES], "block-gates")
+def trained(gates: Path) -> list[str]:
+    """What gates say of their own training."""
+    _, header = read_tensors(gates, "block-gates")
     facts = header["training"]
     now, before = facts["held_out"], facts["held_out_untrained"]
     layers = ", ".join(
@@ -259,7 +285,8 @@ def page(given: argparse.Namespace) -> None:
         "",
         "## The gates",
         "",
-        *trained(),
+        *trained(shipped_gates()[GATES]),
+        *(trained(coarse_gates(runs)) if coarse_gates(runs).exists() else []),
     ]
     for share in SHARES:
         lines += [
@@ -268,8 +295,8 @@ def page(given: argparse.Namespace) -> None:
             *table(runs, entries(share), full),
         ]
     lines += ["## How much reading is enough", "", HEAD]
-    for arm in SELECTORS:
-        for count in sorted((*MORE, *map(entries, SHARES)), reverse=True):
+    for arm in (*SELECTORS, COARSE):
+        for count in sorted((*MORE, *map(entries, SHARES), *COARSE_BUDGETS[1:]), reverse=True):
             if (run := finished(folder(runs, arm, count))) is not None:
                 lines.append(row(arm, f"{count} read", run))
     lines += [
@@ -303,13 +330,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("what", choices=("train", "run", "page"))
     parser.add_argument("--runs", type=Path, default=Path("runs/selection"))
     parser.add_argument("--model", default="trace-1")
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("docs/results/selection.md"))
     given = parser.parse_args()
-    run_all(given) if given.what == "run" else page(given)
+    {"train": train, "run": run_all, "page": page}[given.what](given)
 
 
 if __name__ == "__main__":
