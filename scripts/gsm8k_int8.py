@@ -27,8 +27,9 @@ from kvkeep.cli import loading
 from kvkeep.cli.evaluate import make_setup
 from kvkeep.cli.options import make_budget, make_policy
 from kvkeep.core.policy import Policy
-from kvkeep.evaluation.generator import Completion, Job, ModelGenerator
+from kvkeep.evaluation.generator import ModelGenerator
 from kvkeep.evaluation.identity import weights_sha256
+from kvkeep.evaluation.jobs import Completion, Job
 from kvkeep.evaluation.prompts import prompt_template
 from kvkeep.evaluation.runlog import read_log
 from kvkeep.evaluation.runner import Plan, evaluate

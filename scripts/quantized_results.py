@@ -36,8 +36,9 @@ import kvkeep
 from kvkeep.cli.loading import Loaded, load_model, resolve
 from kvkeep.engine.generation import cache_argument
 from kvkeep.evaluation.decoding import read
-from kvkeep.evaluation.generator import Job, end_tokens
+from kvkeep.evaluation.generator import end_tokens
 from kvkeep.evaluation.identity import hardware, versions, weights_sha256
+from kvkeep.evaluation.jobs import Job
 from kvkeep.evaluation.likelihood import read_windows
 from kvkeep.evaluation.probing import probe
 from kvkeep.evaluation.shared_reading import SharedReading

@@ -27,8 +27,9 @@ import kvkeep
 from kvkeep.cli.loading import Loaded, load_calibration, load_gates, load_model, resolve
 from kvkeep.core.policy import Policy
 from kvkeep.evaluation.decoding import read
-from kvkeep.evaluation.generator import Job, end_tokens
+from kvkeep.evaluation.generator import end_tokens
 from kvkeep.evaluation.identity import hardware, plain, versions, weights_sha256
+from kvkeep.evaluation.jobs import Job
 from kvkeep.evaluation.probing import probe
 from kvkeep.evaluation.shared_reading import SharedReading
 from kvkeep.evaluation.tasks.base import Problem

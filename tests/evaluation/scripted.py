@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from kvkeep.evaluation.generator import Completion, Job
+from kvkeep.evaluation.jobs import Completion, Job
 from kvkeep.evaluation.splits import part_of
 from kvkeep.evaluation.tasks.base import Grade, Problem, Task
 

@@ -14,8 +14,9 @@ from kvkeep.core.errors import ConfigError
 from kvkeep.engine.generation import cache_argument
 from kvkeep.engine.row_trace import RowTrace
 from kvkeep.evaluation.decoding import Written
-from kvkeep.evaluation.generator import Completion, Job, ModelGenerator, end_tokens, pad_left
+from kvkeep.evaluation.generator import ModelGenerator, end_tokens, pad_left
 from kvkeep.evaluation.identity import weights_hashes, weights_sha256
+from kvkeep.evaluation.jobs import Completion, Job
 from kvkeep.evaluation.prompts import PromptTemplate, prompt_template
 from kvkeep.evaluation.runlog import differences
 from kvkeep.evaluation.sampling import Sampler, Sampling, sampling_preset

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvkeep.core.errors import ConfigError, KvkeepError
-from kvkeep.evaluation.generator import Job
+from kvkeep.evaluation.jobs import Job
 from kvkeep.evaluation.records import Run
 from kvkeep.evaluation.runlog import read_run
 from kvkeep.evaluation.runner import Plan, evaluate

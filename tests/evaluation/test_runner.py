@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.core.errors import ConfigError, DataFileError, EvidenceError
-from kvkeep.evaluation.generator import Job
+from kvkeep.evaluation.jobs import Job
 from kvkeep.evaluation.records import Run, SampleRecord
 from kvkeep.evaluation.runlog import RunLog, log_path, read_log, read_run
 from kvkeep.evaluation.runner import Plan, Progress, evaluate

@@ -161,7 +161,7 @@ def measure_all(
     from kvkeep.evaluation.dilution_run import measure
     from kvkeep.evaluation.dilution_summary import reading_head, summarise
     from kvkeep.evaluation.evidence import readings
-    from kvkeep.evaluation.generator import Job
+    from kvkeep.evaluation.jobs import Job
 
     settings: list[Setting] = []
     head = None

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from kvkeep.core.errors import ConfigError, KvkeepError
 from kvkeep.evaluation.extras import need
-from kvkeep.evaluation.generator import Completion, Generator, Job
+from kvkeep.evaluation.jobs import Completion, Generator, Job
 
 # A batch that kills so many workers in a row would kill the next one too.
 _ATTEMPTS = 3

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvkeep.core.errors import ConfigError
-from kvkeep.evaluation.generator import Completion, Generator, Job
 from kvkeep.evaluation.grading.extract import present_unextracted
 from kvkeep.evaluation.grading.text_classes import text_facts
 from kvkeep.evaluation.identity import git_revision, hardware, versions
+from kvkeep.evaluation.jobs import Completion, Generator, Job
 from kvkeep.evaluation.records import Run, RunHeader, SampleRecord, SplitPart
 from kvkeep.evaluation.runlog import RunLog
 from kvkeep.evaluation.splits import ids_sha256

@@ -13,7 +13,8 @@ from typing import Any
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.core.policy import Policy
 from kvkeep.evaluation.asking import as_text, encode, header_facts
-from kvkeep.evaluation.generator import Completion, Job, checked
+from kvkeep.evaluation.generator import checked
+from kvkeep.evaluation.jobs import Completion, Job
 from kvkeep.evaluation.prompts import PromptTemplate
 from kvkeep.evaluation.sampling import Sampling
 from kvkeep.serving.launching import prepare
