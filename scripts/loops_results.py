@@ -66,26 +66,29 @@ def run(runs: Path, data: Path, arms: list[str], problems: int, tokens: int) -> 
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {arm}: {time.monotonic() - begin:.0f} s\n")
 
 
+def complete(runs: Path) -> list[Path]:
+    """Runs that have come to their end."""
+    begun = [runs / arm for arm in ARMS if (runs / arm / "run.jsonl").exists()]
+    return [place for place in begun if read_log(place).footer is not None]
+
+
 def findings(runs: Path, before: int) -> dict[str, Any]:
     """What `kvkeep analyze loops` says of the arms that are complete."""
-    begun = [runs / arm for arm in ARMS if (runs / arm / "run.jsonl").exists()]
-    there = [str(place) for place in begun if read_log(place).footer is not None]
+    there = [str(place) for place in complete(runs)]
     flags = ("--beside", BESIDE, "--before", str(before), "--json")
     return dict(json.loads(kvkeep("analyze", "loops", *there, *flags)))
 
 
 def page(runs: Path, more: Path, out: Path) -> None:
     """Tables and figures into the text of scripts/loops_page.md; ``more``: runs of more problems."""
-    facts, again = findings(runs, 2), findings(more, 2)
+    facts = findings(runs, 2)
     parts = {
         "classes": tables.class_table(facts).markdown(),
         "before": tables.before_table(facts).markdown(),
         "loops": tables.loop_table(facts).markdown(),
         "sinks": sinks_table(runs, facts),
         "examples": examples(runs, facts),
-        "more": tables.class_table(again).markdown(),
-        "more-before": tables.before_table(again).markdown(),
-        "more-sinks": sinks_table(more, again),
+        "more": more_problems(more),
     }
     text = Path(__file__).with_name("loops_page.md").read_text(encoding="utf-8")
     for name, part in parts.items():
@@ -100,7 +103,7 @@ def page(runs: Path, more: Path, out: Path) -> None:
                     standalone(drawing, title, list(facts["arms"])),
                 )
     lines = []
-    for place in [*(runs / arm for arm in facts["arms"]), *(more / arm for arm in again["arms"])]:
+    for place in [*(runs / arm for arm in facts["arms"]), *complete(more)]:
         header = read_run(place).header.as_dict()
         header["command"] = [Path(word).name if "/" in word else word for word in header["command"]]
         request = header["extra"].get("request", {})
@@ -108,6 +111,20 @@ def page(runs: Path, more: Path, out: Path) -> None:
             request[name] = Path(str(request.get(name))).name
         lines.append(json.dumps(header, sort_keys=True))
     write(out.with_name("loops-headers.jsonl"), "\n".join(lines) + "\n")
+
+
+def more_problems(runs: Path) -> str:
+    """The same tables for runs of more problems and longer texts; nothing before the compared arms are done."""
+    if runs / BESIDE not in (there := complete(runs)) or len(there) < 2:
+        return ""
+    facts, header = findings(runs, 2), read_run(there[0]).header
+    parts = (
+        f"## {header.problems} problems, {header.sampling['max_new']} tokens",
+        tables.class_table(facts).markdown(),
+        tables.before_table(facts).markdown(),
+        sinks_table(runs, facts),
+    )
+    return "\n\n".join(parts)
 
 
 def sinks_table(runs: Path, facts: dict[str, Any]) -> str:
