@@ -114,7 +114,7 @@ def page(runs: Path, more: Path, out: Path) -> None:
 
 
 def more_problems(runs: Path) -> str:
-    """The same tables for runs of more problems and longer texts; nothing before the compared arms are done."""
+    """The same tables for runs of more problems; nothing before the compared arms are done."""
     if runs / BESIDE not in (there := complete(runs)) or len(there) < 2:
         return ""
     facts, header = findings(runs, 2), read_run(there[0]).header
