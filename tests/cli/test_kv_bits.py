@@ -68,6 +68,8 @@ def test_a_run_log_says_the_precision_and_match_can_use_it(
     ("flags", "message"),
     [
         (("--protect", "range"), "add --kv-bits 4"),
+        (("--kv-prompt", "full"), "--kv-prompt says how entries in few bits are stored"),
+        (("--kv-bits", 4, "--kv-group", 8, "--kv-prompt", "full"), "this budget counts the prompt"),
         (("--kv-bits", 3), "use 8, 4 or 2"),
         (("--kv-bits", 4, "--protect", "best"), "unknown protect rule"),
         (("--kv-bits", 4), "which groups of 32 do not fill: use group=16"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import kvkeep
 from kvkeep.core.errors import CacheError
+from kvkeep.engine.cache_state import CacheState
 from kvkeep.engine.generation import cache_argument
 from tests.evaluation.models import tiny_model
 
@@ -104,3 +107,59 @@ def test_reading_a_prompt_of_one_token_is_no_decode_step() -> None:
     assert cache.row_traces[0].steps == cache.trace.steps == 2
     assert cache.row_traces[0].prefill_entries == 1
     assert cache.row_traces[0].mean_entries == 2.5
+
+
+def bytes_per_head(store: Any, row: int, head: int) -> int:
+    """Bytes of the entries of one head, one by one: two a channel in full precision, codes as they are."""
+    total = 0
+    for part, a_channel in ((store.full, 2), (store.low, 1)):
+        entries = part.padded([row])
+        for slot in range(entries["keys"].shape[2]):
+            if part.valid(entries["keys"].shape[2], [row])[0, head, slot]:
+                channels = [len(entries[name][0, head, slot].tolist()) for name in ("keys", "values")]
+                total += a_channel * sum(channels)
+    return total
+
+
+def test_memory_is_the_bytes_of_the_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sealed study matches on: one entry in few bits miscounted, and an arm has more than another."""
+    model = tiny_model()
+    precision = kvkeep.Precision(bits=4, protect="policy", group=8, sinks=1, recent=2, reserve=2)
+    policy = kvkeep.SnapKV(budget=12, buffer=4, window=4)
+    cache = kvkeep.RetentionCache(model, policy, trace_rows=True, precision=precision)
+    seen: list[list[float]] = []
+    after = CacheState.after_attention
+
+    def watched(self: Any, layer: Any, step: Any) -> None:
+        store = layer.stored
+        of_full = 2 * 2 * 8  # key and value of 8 channels, two bytes each
+        seen.append(
+            [
+                sum(bytes_per_head(store, row, head) for head in range(store.heads)) / store.heads / of_full
+                for row in range(store.batch)
+            ]
+        )
+        after(self, layer, step)
+
+    monkeypatch.setattr(CacheState, "after_attention", watched)
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, :6] = 0
+    run(cache, model, mask, steps=30)
+    by_step = torch.tensor(seen).view(31, 2, 2).mean(1)  # steps, layers, rows
+    for row, trace in enumerate(cache.row_traces):
+        # What the prompt left, rounded where it was: the first step without its own token.
+        assert trace.prefill_memory == pytest.approx(float(by_step[1, row]) - 1)
+        assert trace.mean_memory == pytest.approx(float(by_step[1:, row].mean()))
+        assert trace.peak_memory == pytest.approx(float(by_step[1:, row].max()))
+        assert trace.mean_memory < 0.9 * trace.mean_entries
+
+
+def test_without_few_bits_memory_is_entries() -> None:
+    """Every older number stays what it was."""
+    model = tiny_model()
+    cache = kvkeep.RetentionCache(model, kvkeep.RandomEviction(budget=12, buffer=4), trace_rows=True)
+    run(cache, model, torch.ones(2, 10, dtype=torch.long), steps=20)
+    for trace in cache.row_traces:
+        assert trace.mean_memory == trace.mean_entries
+        assert trace.peak_memory == trace.peak_entries
+        assert trace.prefill_memory == trace.prefill_entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,7 +121,19 @@ def test_entries_in_few_bits_are_said() -> None:
     solved = {name: [True] for name in names("dev", 20)}
     full, coarse = run(solved), run(solved, precision=few)
     said = "entries are stored in full precision and in 4 bits (range): equal entries are not equal bytes"
-    assert said in compare(full, coarse, resamples=100).notes
+    with pytest.raises(EvidenceError) as refused:
+        compare(full, coarse, resamples=100)
+    assert f"{said}: compare them with --match-on mean_memory" in refused.value.reasons[0]
+    assert said in compare(full, coarse, allow=["cache"], resamples=100).notes
+    # An older log has no bytes, and entries are no substitute where some are in few bits.
+    with pytest.raises(EvidenceError, match="mean_memory was not measured"):
+        compare(full, coarse, on="mean_memory", resamples=100)
+    samples = tuple(replace(each, mean_memory=98.5, mean_cache=160.0) for each in coarse.samples)
+    weighed = replace(coarse, samples=samples)
+    found = compare(full, weighed, on="mean_memory", resamples=100)
+    assert found.memory_ratio == pytest.approx(0.985)
+    assert found.cache_ratio == pytest.approx(1.6)
+    assert f"{said}, and bytes were matched" in found.notes
     for same in ((full, full), (coarse, coarse)):
         assert not any("bits" in note for note in compare(*same, resamples=100).notes)
 

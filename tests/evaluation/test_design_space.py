@@ -11,7 +11,8 @@ import pytest
 
 import kvkeep
 from kvkeep.core.budget import Budget
-from kvkeep.core.errors import ConfigError, EvidenceError, UnknownNameError
+from kvkeep.core.errors import ConfigError, EvidenceError, UnknownNameError, UnsupportedError
+from kvkeep.core.precision import Precision
 from kvkeep.evaluation.comparison import Comparison, measure
 from kvkeep.evaluation.design_space.diagnostics import Evidence, diagnose
 from kvkeep.evaluation.design_space.mechanisms import FAMILIES, MECHANISMS, Arm, Mechanism, chosen
@@ -42,8 +43,31 @@ def test_every_mechanism_is_a_switch_of_existing_parts(mechanism: Mechanism, bas
     changed = arm.policy != plain_policy or settings != Sampling()
     assert changed
     assert mechanism.switch
-    assert arm.with_entries(200).policy.amount.entries == 200
-    assert arm.with_entries(200).sampling == arm.sampling
+    assert (arm.policy.amount.entries == 256) == (arm.precision is None)
+    other = arm.with_entries(200)
+    assert other.policy.amount.entries == 200
+    assert (other.sampling, other.precision) == (arm.sampling, arm.precision)
+
+
+def test_few_bits_get_the_bits_of_the_base() -> None:
+    """By the name of the width in the screening, by what they really take where bytes are matched."""
+    budget = Budget(entries=90, prompt="kept")
+    (mechanism,) = chosen(["second-chance"])
+    arm = mechanism.arm("snapkv(window=16)", budget, buffer=16)
+    assert mechanism.switch == "--kv-bits 4 --protect policy --kv-group 16 --kv-prompt full"
+
+    def size(entries: int, weight: float) -> float:  # a quarter, the newest 16 and 4 sinks are in full
+        full = entries // 4 + 16 + 4
+        return full + (entries - full) * weight
+
+    for entries, weight in (
+        (arm.policy.amount.count, 4 / 16),
+        (arm.with_entries(90).weighing().policy.amount.count, 6 / 16),
+    ):
+        assert size(entries, weight) <= 90 < size(entries + 1, weight)
+    counted = mechanism.arm("snapkv(window=16)", Budget(entries=90), buffer=16)
+    assert counted.precision == replace(arm.precision, prompt="few")  # type: ignore[type-var]
+    assert Arm(policy=arm.policy).weighing() == Arm(policy=arm.policy)
 
 
 def test_reading_says_nothing_of_a_policy_that_keeps_every_prompt() -> None:
@@ -102,6 +126,7 @@ class Bench:
 
     def run(self, arm: Arm, model: str, out: Path, plan: Plan, study: Preregistration | None = None) -> Run:
         name = "period" if arm.policy.buffer == 32 else "hot" if arm.sampling else arm.policy.name
+        name = "few" if arm.precision is not None else name
         ids = {"dev": DEV, "confirm": CONFIRM}[plan.part][: plan.limit]
         if plan.part == "confirm":
             assert self.out is not None
@@ -114,6 +139,7 @@ class Bench:
         made = run(
             solved,
             mean_cache=held,
+            precision=None if arm.precision is None else arm.precision.as_dict(),
             run=out.name,
             policy=arm.policy.name,
             policy_options=plain(arm.policy.options()),
@@ -125,7 +151,12 @@ class Bench:
             split=plan.part,
             sampling=Sampling(preset="x", temperature=0.6, **arm.sampling).as_dict(),
         )
-        return Run(header=admit(made.header, study), samples=made.samples)
+        samples = made.samples
+        if arm.precision is not None:
+            full = arm.precision.settled(buffer=arm.policy.buffer, budget=entries).full
+            memory = 20.0 + full + (entries - full) * arm.precision.weight
+            samples = tuple(replace(each, mean_memory=memory, prefill_memory=20.0) for each in samples)
+        return Run(header=admit(made.header, study), samples=samples)
 
     def nats(self, arm: Arm, model: str) -> Nats | None:
         if arm.sampling:
@@ -136,6 +167,14 @@ class Bench:
 
 PERIOD = Mechanism(name="period", family="cadence", does="evict rarely", options={"buffer": 32})
 HOT = Mechanism(name="hot", family="decoding", does="draw warmer", sampling={"repetition_rise": 0.5})
+
+
+FEW = Mechanism(
+    name="few",
+    family="state",
+    does="what would have gone lives on",
+    precision=Precision(bits=4, protect="policy", group=16),
+)
 
 
 SETTINGS: dict[str, Any] = {
@@ -184,6 +223,36 @@ def test_a_gain_that_memory_bought_evaporates(tmp_path: Path) -> None:
     assert any("budget overshoot" in line for line in reasons(found))
 
 
+def test_few_bits_are_matched_and_sealed_by_their_bytes(tmp_path: Path) -> None:
+    """More entries in as many bytes is the mechanism; more bytes would be memory that is not paid for."""
+    bench = Bench({("few", "one", "dev"): 7, ("few", "one", "confirm"): 7})
+    found = whole(stages(tmp_path, bench, (FEW, HOT)))
+    few = found.rows[0]
+    # 80 entries in 16 bits: 163 by the name of the width, 136 with their scales.
+    assert "dev one few 163" in bench.log
+    assert "confirm one few 136" in bench.log
+    assert few.screening.memory_ratio > 1.1
+    assert few.evidence is not None
+    assert few.evidence.verdict == "better"
+    for _, comparison in few.evidence.confirmed.values():
+        assert comparison.memory_ratio == pytest.approx(1.0, abs=0.01)
+        assert comparison.cache_ratio == pytest.approx(156 / 100)
+    assert "budget overshoot" in {each.name for each in few.findings if each.present}
+    study = load_frozen(tmp_path / "study.yaml")
+    assert study.memory.match == "mean_memory"
+    assert FEW.precision is not None
+    assert study.arms.challengers["few"].precision == FEW.precision.as_dict()
+    assert study.arms.challengers["hot"].precision is None
+    note = gains_table(found).note
+    assert "For few an equal budget is as many bits by the name of the width" in note
+    # Another precision than the sealed one is no part of the study.
+    finer = replace(FEW, precision=Precision(bits=2, protect="policy", group=16))
+    arm = finer.arm("snapkv(window=8)", Budget(entries=80), buffer=8).with_entries(136)
+    plan = Plan(part="confirm", limit=110)
+    with pytest.raises(EvidenceError, match=r"precision is .*'bits': 2.* was registered as .*'bits': 4"):
+        bench.run(arm, "one", tmp_path / "other", plan, study)
+
+
 def test_the_plan_is_sealed_and_a_second_call_keeps_it(tmp_path: Path) -> None:
     """Held-out problems are touched under a frozen plan, and that plan does not move."""
     bench = Bench({("period", "one", "confirm"): 9, ("period", "two", "confirm"): 9})
@@ -212,11 +281,13 @@ def test_the_plan_is_sealed_and_a_second_call_keeps_it(tmp_path: Path) -> None:
         ({"base": "quest"}, "quest keeps everything"),
         ({"base": "snapkv(window=8) + merge", "mechanisms": chosen(["cam"])}, "merges evicted values twice"),
         ({"base": "snapkv(window=80)"}, "leaves nothing of a budget"),
+        ({"base": "snapkv(window=8) + merge", "mechanisms": (FEW,)}, "leave the merging out"),
+        ({"base": "snapkv(window=8) + whole-model", "mechanisms": (FEW,)}, "of all layers together"),
     ],
 )
 def test_what_cannot_be_studied_is_said_before_anything_runs(changed: dict[str, Any], message: str) -> None:
     """A baseline of hours, and then a mechanism that cannot be built."""
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
         Settings(**SETTINGS | changed)
 
 

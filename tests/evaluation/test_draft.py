@@ -114,6 +114,19 @@ def test_the_gates_are_planned_too(tmp_path: Path) -> None:
         assert (locate(study, header)[1] == []) == fits
 
 
+def test_arms_of_unlike_widths_are_matched_by_bytes(tmp_path: Path) -> None:
+    """Budgets that were matched by bytes must be judged by bytes when the study is confirmed."""
+    few = {"bits": 4, "protect": "policy", "group": 16, "reserve": None, "sinks": 4, "recent": None}
+    runs = [(dev("baseline", 32, "random"), dev("challenger", 50, "tova", precision=few))]
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump(write(runs)))
+    study = load(path)
+    assert study.memory.match == "mean_memory"
+    assert study.arms.challenger is not None
+    assert study.arms.challenger.precision == few
+    assert "memory" not in write(pairs())
+
+
 def test_runs_that_make_no_study_are_refused() -> None:
     """A plan from confirm runs would be written after the results."""
     seen = [

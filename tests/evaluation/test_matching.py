@@ -67,6 +67,34 @@ def test_end_of_prompt_matching_misleads_visibly() -> None:
     assert "mean cache 128.0 against 64.0 (+100.0 %)" in str(small)
 
 
+@given(entries=st.integers(40, 400), weight=st.floats(0.15, 0.5), share=st.floats(0.0, 0.5))
+def test_entries_of_two_widths_are_matched_by_their_bytes(entries: int, weight: float, share: float) -> None:
+    """Equal entries would give the arm in few bits less, and a screening by name of the width more."""
+
+    def measured(budget: int) -> SimpleNamespace:
+        full = int(share * budget)
+        memory = full + (budget - full) * weight
+        return SimpleNamespace(mean_cache=float(budget), prefill_cache=9.0, mean_memory=memory)
+
+    reference = SimpleNamespace(mean_cache=float(entries), prefill_cache=9.0, mean_memory=float(entries))
+    match = match_budget(measured, reference, low=1, high=9 * entries, on="mean_memory", tolerance=0.05)
+    assert abs(measured(match.budget).mean_memory / entries - 1) <= 0.05
+    assert match.mean_cache > 1.05 * entries
+    assert match.ratio == match.matched / entries
+    assert f"({match.matched:.1f} entries in 16 bits" in str(match)
+    assert len(match.tries) <= 24
+
+
+def test_unlike_widths_are_not_matched_by_entries() -> None:
+    """It would find a budget of equal entries, and call it equal memory."""
+    few = {"bits": 4, "protect": "policy"}
+    one = Run(header=header(), samples=(sample("a", 0, True),))
+    other = Run(header=header(precision=few), samples=(sample("a", 0, True, mean_memory=100.0),))
+    with pytest.raises(EvidenceError, match=r"in 4 bits \(policy\): equal entries are not equal bytes"):
+        match_budget(lambda budget: other, one, low=1, high=9)
+    assert match_budget(lambda budget: other, one, low=1, high=9, on="mean_memory").ratio == 1.0
+
+
 def test_what_cannot_be_matched_names_the_nearest() -> None:
     """A silent near miss would be reported as a match."""
     with pytest.raises(ConfigError, match=r"nearest is 100 with 50\.0"):

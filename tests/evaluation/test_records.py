@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -49,3 +50,22 @@ def test_mean_cache_of_a_run_weights_steps() -> None:
     assert run.mean_cache_per_sample == 70.0
     assert run.prefill_cache == 15.0
     assert Run(header=header(), samples=()).mean_cache == 0.0
+
+
+def test_memory_of_a_run_weights_steps_and_is_entries_in_older_logs() -> None:
+    """Studies that were sealed before bytes were noted must still be read."""
+    samples = (
+        sample("a", 0, True, steps=100, mean_cache=50.0, prefill_cache=10.0, peak_cache=60.0),
+        sample("b", 0, True, steps=300, mean_cache=90.0, prefill_cache=20.0, peak_cache=99.0),
+    )
+    old = Run(header=header(), samples=samples)
+    assert (old.mean_memory, old.prefill_memory, old.peak_memory) == (80.0, 15.0, 99.0)
+    weighed = tuple(
+        replace(each, mean_memory=memory, prefill_memory=memory / 2, peak_memory=memory * 2)
+        for each, memory in zip(samples, (20.0, 40.0), strict=True)
+    )
+    few = header(precision={"bits": 4, "protect": "range"})
+    found = Run(header=few, samples=weighed)
+    assert (found.mean_memory, found.prefill_memory, found.peak_memory) == (35.0, 15.0, 80.0)
+    unknown = Run(header=few, samples=(samples[0], weighed[1]))
+    assert (unknown.mean_memory, unknown.prefill_memory, unknown.peak_memory) == (0.0, 0.0, 0.0)

@@ -140,6 +140,9 @@ def test_entries_in_few_bits_are_registered(tmp_path: Path) -> None:
     content = plan()
     content["arms"]["challenger"] = {**content["arms"]["baseline"], "precision": BITS}
     path = write(tmp_path, content)
+    with pytest.raises(ConfigError, match="equal entries are not equal bytes; match on mean_memory"):
+        freeze(path)
+    path = write(tmp_path, {**content, "memory": {"match": "mean_memory"}})
     freeze(path)
     study = load_frozen(path)
     assert study.arms.challenger is not None
@@ -149,6 +152,15 @@ def test_entries_in_few_bits_are_registered(tmp_path: Path) -> None:
     assert locate(study, many.header) == ([(study.cells[0], "baseline")], [])
     other = study_run("baseline", 32, 1, study.sha256, precision={**BITS, "bits": 2})
     assert "precision is" in "".join(locate(study, other.header)[1])
+    large = [
+        study_run("baseline", 64, 2, study.sha256, precision=bits, run=str(bits)) for bits in (None, BITS)
+    ]
+    with pytest.raises(EvidenceError) as refused:
+        confirm(study, [other, many, *large])
+    assert any("precision is {'bits': 2" in reason for reason in refused.value.reasons)
+    # What was measured on held-out problems is said in bytes: no log of these runs has any.
+    notes = confirm(study, [few, many, *large]).comparisons["sums/tiny/32"].notes
+    assert any("mean_memory was not measured" in note for note in notes)
 
 
 def several(**changes: Any) -> dict[str, Any]:

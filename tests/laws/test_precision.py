@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import SkipTest
 
 import pytest
@@ -34,7 +35,7 @@ POLICIES: dict[str, Policy] = {
 LAWS = [check for check in laws.CHECKS if check.__name__ != "nothing_to_evict_nothing_changed"]
 
 
-def some(bits: int = 4, protect: str = "range", **options: int) -> Precision:
+def some(bits: int = 4, protect: str = "range", **options: Any) -> Precision:
     """Twelve entries and fewer in full precision, so that the tiny runs demote."""
     given = {"reserve": 6, "recent": 4} if protect != "none" else {}
     return Precision(bits=bits, protect=protect, group=8, sinks=2, **(given | options))  # type: ignore[arg-type]
@@ -161,6 +162,39 @@ def test_bytes_are_those_of_the_formula(bits: int) -> None:
         + sum(layer.stored.low.positions.nbytes for layer in cache.managed_layers)
         == heads * slots * 4
     )
+
+
+def test_a_prompt_in_full_comes_on_top(store: str) -> None:
+    """A kept prompt must not lose a bit; the numbers of the precision are for the rest."""
+    policy = kvkeep.SnapKV(budget=kvkeep.Budget(entries=24, prompt="kept"), buffer=8, window=8)
+    precision = some(protect="policy", prompt="full")
+    gap = oracle_gap(
+        tiny_model("llama", dtype=torch.float64),
+        policy,
+        prompts=(31, 2, 12),
+        new=60,
+        store=store,
+        page_size=5,
+        precision=precision,
+    )
+    assert gap.largest < TIGHT
+    assert gap.rounded > 100
+    assert gap.evictions > 3
+    model, ids = tiny_model(), tokens(2, 91)
+    cache = kvkeep.RetentionCache(model, policy, store=store, precision=precision)
+    mask = torch.ones_like(ids)
+    mask[1, :15] = 0
+    feed(model, cache, ids, mask, [31, *[1] * 60])
+    for layer in cache.managed_layers:
+        for row, prompt in ((0, 31), (1, 16)):
+            low = layer.stored.low.padded([row], "positions")["positions"][0]
+            full = layer.stored.full.padded([row], "positions")["positions"][0]
+            for head in range(cache.spec.kv_heads):
+                here = low[head, : layer.stored.low.held[row, head]].tolist()
+                exact = full[head, : layer.stored.full.held[row, head]].tolist()
+                assert min(here) >= prompt
+                assert set(range(prompt)) <= set(exact)
+                assert len(here) == 24 - precision.full
 
 
 def test_no_token_is_written_down_by_itself(monkeypatch: pytest.MonkeyPatch, store: str) -> None:
@@ -314,6 +348,8 @@ def test_what_cannot_work_is_refused_with_reasons() -> None:
         make(model, kvkeep.Quest(token_budget=64), precision=some())
     with pytest.raises(UnsupportedError, match="leave the merging out"):
         make(model, kvkeep.policy("snapkv + merge", budget=24, buffer=8), precision=some())
+    with pytest.raises(UnsupportedError, match="this budget counts the prompt"):
+        make(model, policy, precision=some(prompt="full"))
     with pytest.raises(ConfigError, match="say the same thing"):
         make(model, policy, bits=4, precision=some())
     with pytest.raises(ConfigError, match=r"few bits: give bits=4"):
@@ -333,10 +369,12 @@ def test_what_cannot_work_is_refused_with_reasons() -> None:
         ({"bits": 4.0}, "bits=4.0 is not offered"),
         ({"bits": 4, "group": 4}, "group=4 is not a whole number of at least 8"),
         ({"bits": 4, "reserve": -1}, "reserve=-1"),
-        ({"bits": 4, "protect": "none", "reserve": 4}, "reserve and recent have no meaning"),
+        ({"bits": 4, "protect": "none", "reserve": 4}, "reserve, recent and prompt='full' have no meaning"),
+        ({"bits": 4, "protect": "none", "prompt": "full"}, "have no meaning"),
+        ({"bits": 4, "prompt": "some"}, "prompt='some' is not offered: use few or full"),
     ],
 )
-def test_numbers_that_cannot_be_right(options: dict[str, int], message: str) -> None:
+def test_numbers_that_cannot_be_right(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Precision(**options)  # type: ignore[arg-type]
 

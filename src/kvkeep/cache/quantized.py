@@ -20,7 +20,7 @@ from torch import Tensor
 from kvkeep.cache.dense import DenseStore
 from kvkeep.cache.paged import PagedStore
 from kvkeep.cache.store import Memory
-from kvkeep.core.arrays import IntArray
+from kvkeep.core.arrays import FloatArray, IntArray
 from kvkeep.core.decision import KeepCounts, KeepDecision
 from kvkeep.core.errors import CacheError, CacheIntegrityError
 from kvkeep.core.precision import Precision
@@ -64,6 +64,11 @@ class MixedStore(Generic[Part]):
     def held(self) -> IntArray:
         """Entries, ``[batch, kv_heads]``."""
         return self.full.held + self.low.held
+
+    @property
+    def weighed(self) -> FloatArray:
+        """Entries in 16 bits that would take the same bytes of keys and values, ``[batch, kv_heads]``."""
+        return self.full.held + self.precision.weight * self.low.held
 
     @property
     def longest(self) -> int:

@@ -34,7 +34,9 @@ def compare(
     on: Annotated[
         str,
         typer.Option(
-            "--match-on", help="What must be equal: mean_cache, prefill_cache, or mean_read (for selectors)."
+            "--match-on",
+            help="What must be equal: mean_cache, prefill_cache, mean_memory or prefill_memory (bytes, where "
+            "entries differ in width), or mean_read (for selectors).",
         ),
     ] = "mean_cache",
     tolerance: Annotated[float, typer.Option(help="How unequal it may be.")] = 0.02,
@@ -108,7 +110,18 @@ def show(family: Family) -> None:
 
     from kvkeep.cli.tables import show_table
 
-    names = ("cell", "baseline", "challenger", "difference", "interval", "p", "corrected", "stored", "read")
+    names = (
+        "cell",
+        "baseline",
+        "challenger",
+        "difference",
+        "interval",
+        "p",
+        "corrected",
+        "stored",
+        "memory",
+        "read",
+    )
     rows = []
     for cell in family.decision.cells:
         one = family.comparisons[cell.cell]
@@ -123,6 +136,7 @@ def show(family: Family) -> None:
                 f"{difference.p:.4f}",
                 f"{cell.adjusted_p:.4f}",
                 " / ".join(f"{side.mean_cache:.1f}" for side in sides),
+                " / ".join(f"{side.mean_memory:.1f}" for side in sides),
                 " / ".join(f"{side.mean_read:.1f}" for side in sides),
             )
         )

@@ -46,7 +46,7 @@ def design_space(
     screened: Annotated[int, typer.Option(help="Problems of the screening.")] = 50,
     problems: Annotated[int, typer.Option(help="Problems of the strict protocol, dev and held-out.")] = 200,
     draws: Annotated[int, typer.Option(help="Samples per problem of the strict protocol.")] = 1,
-    tolerance: Annotated[float, typer.Option(help="Largest relative difference of mean caches.")] = 0.01,
+    tolerance: Annotated[float, typer.Option(help="Largest relative difference of mean memories.")] = 0.01,
     screen_only: Annotated[bool, typer.Option("--screen-only", help="Stop after the screening.")] = False,
     show: Annotated[bool, typer.Option("--show", help="List the mechanisms and run nothing.")] = False,
     page: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
@@ -129,8 +129,10 @@ class SetupBench:
         ConfigError
             If the folder holds a run with other settings.
         """
+        from kvkeep.cli.eval_line import eval_line
         from kvkeep.cli.progress import progress
         from kvkeep.evaluation import runner
+        from kvkeep.evaluation.design_space.sealing import PLAN
         from kvkeep.evaluation.runlog import log_path, read_log
 
         setup = self._setup(arm, model)
@@ -140,6 +142,7 @@ class SetupBench:
             return log.run
         with self.task() as task, progress() as show:
             generator = self._generator(setup).with_policy(arm.policy).with_sampling(setup.sampling(task))
+            generator = generator.with_precision(arm.precision)
             return runner.evaluate(
                 task,
                 generator,
@@ -148,7 +151,11 @@ class SetupBench:
                 resume=True,
                 command=sys.argv,
                 on_progress=show,
-                request={**setup.request(), "limit": plan.limit},
+                request={
+                    **setup.request(),
+                    "limit": plan.limit,
+                    "alone": eval_line(setup, arm, plan, None if study is None else Path(PLAN)),
+                },
                 study=study,
             )
 
@@ -169,6 +176,7 @@ class SetupBench:
             model=model,
             policy=arm.policy,
             overrides=dict(arm.sampling),
+            precision=arm.precision,
             threads=self.threads,
         )
 
@@ -196,6 +204,10 @@ def check_same(header: RunHeader, setup: Setup, plan: Plan, out: Path) -> None:
         "--model": (then.get("model_name", setup.model_name), setup.model_name),
         "policy": (header.policy, setup.policy.name),
         **_options(plain(header.policy_options), plain(setup.policy.options())),
+        "precision": (
+            plain(header.precision),
+            None if setup.precision is None else setup.precision.as_dict(),
+        ),
         "sampling": (plain(then.get("overrides", [])), plain(setup.overrides)),
         "problems": (then.get("limit", header.problems), plan.limit),
         "--draws": (header.draws, plan.draws),

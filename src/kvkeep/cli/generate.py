@@ -28,6 +28,7 @@ def generate(
     protect: opt.ProtectRule = None,
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
+    kv_prompt: opt.KvPrompt = None,
     prefill: opt.Prefill = None,
     prefill_chunk: opt.PrefillChunk = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
@@ -68,7 +69,7 @@ def generate(
         token_budget=token_budget,
     )
     opt.refuse_unused(chosen, amount)
-    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve)
+    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_prompt)
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
 

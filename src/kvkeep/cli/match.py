@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -41,10 +41,16 @@ def match(
     protect: opt.ProtectRule = None,
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
+    kv_prompt: opt.KvPrompt = None,
     prefill: opt.Prefill = None,
     on: Annotated[
-        str, typer.Option("--match-on", help="mean_cache; prefill_cache shows how that misleads.")
-    ] = "mean_cache",
+        str | None,
+        typer.Option(
+            "--match-on",
+            help="mean_cache; mean_memory, bytes; prefill_cache shows how that misleads [mean_cache; "
+            "mean_memory if either run has entries in few bits].",
+        ),
+    ] = None,
     tolerance: Annotated[
         float, typer.Option(help="Largest relative difference that counts as equal.")
     ] = 0.02,
@@ -61,10 +67,12 @@ def match(
     from kvkeep.evaluation.runlog import read_run
     from kvkeep.evaluation.tasks.registry import task_class
 
-    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve)
-    if on not in get_args(MatchOn):
+    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_prompt)
+    if on is not None and on not in get_args(MatchOn):
         raise ConfigError(f"--match-on {on!r} is unknown: use {' or '.join(get_args(MatchOn))}.")
     target = read_run(reference)
+    few = precision is not None or target.header.precision is not None
+    on = on or ("mean_memory" if few else "mean_cache")
     high = max(sample.prompt_tokens + sample.tokens for sample in target.samples)
     mode = prompt_mode or target.header.budget.get("prompt") or task_class(target.header.task).prompt_mode
     amount = opt.make_budget(max(high, _ROOMY), None, None, mode)
@@ -73,7 +81,7 @@ def match(
         raise ConfigError(f"policy {chosen.name} keeps everything: there is no budget to match.")
     low = chosen.smallest_budget(high)
     found = match_budget(
-        measuring(request_of(target, chosen, calibration, gates, precision), target, out, batch_size),
+        measuring(request_of(target, chosen, calibration, gates, precision), target, out, batch_size, on),
         target,
         low=low,
         high=high,
@@ -116,6 +124,8 @@ def request_of(
         raise DataFileError(
             f"run {target.header.run!r} does not say how it was made: match a run of `kvkeep eval`."
         )
+    named = {field.name for field in fields(Setup)}
+    request = {name: value for name, value in request.items() if name in named}  # a study says more
     # JSON has no tuples; logs older than an option do not name it.
     pairs = {
         name: tuple((key, value) for key, value in request.get(name, ()))
@@ -126,7 +136,9 @@ def request_of(
     )
 
 
-def measuring(setup: Setup, target: Run, out: Path, batch_size: int | None) -> Callable[[int], Run]:
+def measuring(
+    setup: Setup, target: Run, out: Path, batch_size: int | None, on: str = "mean_cache"
+) -> Callable[[int], Run]:
     """Run the policy at a budget on the problems of the reference; the model is loaded once."""
     from kvkeep.cli import eval_setup, report
     from kvkeep.cli.progress import progress
@@ -157,7 +169,8 @@ def measuring(setup: Setup, target: Run, out: Path, batch_size: int | None) -> C
                 on_progress=show,
                 request=setup.request(),
             )
-        report.note(f"budget {entries}: mean cache {run.mean_cache:.1f}, reference {target.mean_cache:.1f}")
+        found, wanted = getattr(run, on), getattr(target, on)
+        report.note(f"budget {entries}: {on.replace('_', ' ')} {found:.1f}, reference {wanted:.1f}")
         return run
 
     return measure

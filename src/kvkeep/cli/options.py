@@ -96,6 +96,13 @@ KvReserve = Annotated[
         help="Entries per head that --protect chooses, beside sinks and newest [a quarter of the budget; 64]."
     ),
 ]
+KvPrompt = Annotated[
+    str | None,
+    typer.Option(
+        help="full: the prompt stays in full precision, on top of --kv-reserve, where --prompt-mode is kept. "
+        "few: its entries are like any others [few]."
+    ),
+]
 Gates = Annotated[
     Path | None,
     typer.Option(
@@ -215,7 +222,7 @@ def refuse_unused(policy: Policy, budget: Budget | None) -> None:
 
 
 def make_precision(
-    bits: int | None, protect: str | None, group: int | None, reserve: int | None
+    bits: int | None, protect: str | None, group: int | None, reserve: int | None, prompt: str | None = None
 ) -> Precision | None:
     """What the flags say of few bits; ``None`` if all entries stay in full precision.
 
@@ -226,8 +233,13 @@ def make_precision(
     """
     from kvkeep.core.precision import Precision
 
-    given = {"protect": protect, "group": group, "reserve": reserve}
-    flags = {"protect": "--protect", "group": "--kv-group", "reserve": "--kv-reserve"}
+    given = {"protect": protect, "group": group, "reserve": reserve, "prompt": prompt}
+    flags = {
+        "protect": "--protect",
+        "group": "--kv-group",
+        "reserve": "--kv-reserve",
+        "prompt": "--kv-prompt",
+    }
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if bits is None:
         for name in chosen:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvkeep.core.errors import ConfigError, UnknownNameError
 
 Protect = Literal["range", "recent", "attention", "policy", "random", "none"]
+PromptBits = Literal["few", "full"]
 
 PROTECT: dict[str, str] = {
     "range": "largest value ranges: the entries that few bits distort most",
@@ -19,6 +20,10 @@ PROTECT: dict[str, str] = {
     "none": "no entries, sinks and newest ones neither",
 }
 _BITS, _LEAST_GROUP = (2, 4, 8), 8
+
+#: Bits of a channel in full precision, wherever memory is counted: those of the models in use, whatever
+#: type a test computes in.
+FULL_BITS = 16
 
 #: Newest queries that the rule ``attention`` looks through.
 WINDOW = 32
@@ -46,6 +51,9 @@ class Precision:
         Entries that the rule chooses; ``None``: a quarter of the budget, or 64 without a budget.
     sinks, recent
         First and newest tokens that stay in full precision; ``recent=None``: the policy's buffer.
+    prompt
+        ``"full"``: the whole prompt stays in full precision, on top of all these numbers; for a policy that
+        keeps the prompt on top of its budget. ``"few"``: its entries are like any others.
 
     Raises
     ------
@@ -56,6 +64,8 @@ class Precision:
     --------
     >>> Precision(bits=4).bits_per_channel
     5.0
+    >>> Precision(bits=4, group=16).weight
+    0.375
     """
 
     bits: int
@@ -64,6 +74,7 @@ class Precision:
     reserve: int | None = None
     sinks: int = 4
     recent: int | None = None
+    prompt: PromptBits = "few"
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in _BITS:
@@ -76,16 +87,25 @@ class Precision:
             if (value is None and optional) or (type(value) is int and value >= least):
                 continue
             raise ConfigError(f"{name}={value!r} is not a whole number of at least {least}.")
-        if self.protect == "none" and (self.reserve or self.recent):
+        if self.prompt not in get_args(PromptBits):
             raise ConfigError(
-                "protect='none' stores everything in few bits, so reserve and recent have no meaning: leave "
-                "them out, or use protect='recent'."
+                f"prompt={self.prompt!r} is not offered: use {' or '.join(get_args(PromptBits))}."
+            )
+        if self.protect == "none" and (self.reserve or self.recent or self.prompt == "full"):
+            raise ConfigError(
+                "protect='none' stores everything in few bits, so reserve, recent and prompt='full' have no "
+                "meaning: leave them out, or use protect='recent'."
             )
 
     @property
     def bits_per_channel(self) -> float:
         """Bits that a channel takes, a low and a step of 16 bits for each group included."""
         return self.bits + 2 * 16 / self.group
+
+    @property
+    def weight(self) -> float:
+        """Bytes of an entry in few bits, scales included, divided by those of an entry in 16 bits."""
+        return self.bits_per_channel / FULL_BITS
 
     def settled(self, *, buffer: int, budget: int | None) -> Precision:
         """With the numbers that were left open filled in.
@@ -105,8 +125,12 @@ class Precision:
 
     @property
     def full(self) -> int:
-        """Entries per head that stay in full precision, once settled."""
+        """Entries per head that stay in full precision, once settled; a prompt in full comes on top."""
         return self.sinks + (self.recent or 0) + (self.reserve or 0)
+
+    def full_of(self, prompt: int) -> int:
+        """Entries per head that stay in full precision after a prompt of so many tokens, once settled."""
+        return self.full + (prompt if self.prompt == "full" else 0)
 
     def check(self, head_dim: int, value_dim: int) -> list[str]:
         """Reasons why heads of so many channels cannot be stored like this; empty if they can."""
@@ -123,8 +147,12 @@ class Precision:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return dataclasses.asdict(self)
+        plain = dataclasses.asdict(self)
+        if self.prompt == "few":
+            del plain["prompt"]  # younger than logs and caches that were written without it
+        return plain
 
     def __str__(self) -> str:
         amount = f" {self.full}" if self.recent is not None and self.reserve is not None else ""
-        return f"{self.bits} bits, groups of {self.group}, protect {self.protect}{amount}"
+        prompt = ", prompt in full" if self.prompt == "full" else ""
+        return f"{self.bits} bits, groups of {self.group}, protect {self.protect}{amount}{prompt}"

@@ -98,7 +98,7 @@ class CacheState(Cache):
         held = layer.stored.held
         counter.held(layer.place, held)
         if self._row_counter is not None:
-            self._row_counter.held(layer.place, held)
+            self._row_counter.held(layer.place, held, layer.weighed)
         if last:
             counter.peak_bytes = max(counter.peak_bytes, allocated_bytes(self)[0])
         evicted = self.evictor.after_layer(layer, step)

@@ -6,12 +6,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.cache.store import Store
-from kvkeep.core.arrays import IntArray
+from kvkeep.core.arrays import FloatArray, IntArray
 from kvkeep.core.decision import KeepDecision
 from kvkeep.core.errors import CacheError, UnsupportedError
 from kvkeep.core.view import LayerView
@@ -72,6 +73,11 @@ class RetentionLayer(CacheLayerMixin):
         if self.store is None:
             raise CacheError(f"layer {self.index} of this cache holds nothing yet.")
         return self.store
+
+    @property
+    def weighed(self) -> FloatArray:
+        """Memory of each head: entries in 16 bits that would take the same bytes, ``[batch, kv_heads]``."""
+        return np.asarray(self.stored.held, dtype=np.float64)
 
     @property
     def index_nbytes(self) -> int:

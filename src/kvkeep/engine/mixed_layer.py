@@ -1,7 +1,7 @@
 """A layer in two precisions: new tokens as they are, and from time to time the unprotected into few bits.
 
-Full-precision entries run from ``precision.full`` to that and a buffer, and are then cut back, in the step in
-which the policy evicts where it does: no step writes down token by token.
+Full-precision entries run from ``precision.full_of`` the prompt to that and a buffer, and are then cut back,
+in the step in which the policy evicts where it does: no step writes down token by token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.cache.dense import DenseStore
 from kvkeep.cache.paged import PagedStore
 from kvkeep.cache.quantized import MixedStore, low_rows
-from kvkeep.core.arrays import IntArray
+from kvkeep.core.arrays import FloatArray, IntArray
 from kvkeep.core.decision import KeepDecision
 from kvkeep.core.precision import Precision
 from kvkeep.engine.attention import stock_attention
@@ -42,6 +42,18 @@ class MixedLayer(RetentionLayer):
     def period(self) -> int:
         """Entries in full precision above those that stay so, when it is time to write some down."""
         return int(self.cache.policy.buffer)
+
+    @property
+    def weighed(self) -> FloatArray:
+        return self.stored.weighed
+
+    def _stay(self, row: int) -> int:
+        """Entries per head of a row that stay in full precision."""
+        return self.precision.full_of(self.cache.rows.prompt_lens[row])
+
+    @property
+    def _rows(self) -> int:
+        return len(self.cache.rows.prompt_lens)
 
     def _append(self, handle: LayerHandle, step: Step, extras: dict[str, Tensor] | None) -> None:
         store: MixedStore[Any] = self.stored
@@ -111,7 +123,7 @@ class MixedLayer(RetentionLayer):
     def demote(self) -> bool:
         """Write down what is not protected, in rows whose part in full precision is full; whether any was."""
         store: MixedStore[Any] = self.stored
-        most = self.precision.full + self.period
+        most = np.array([self._stay(row) for row in range(store.batch)]) + self.period
         rows = np.flatnonzero(store.full.held.max(axis=1) >= most).tolist()
         if rows:
             self.settle()
@@ -169,19 +181,19 @@ class MixedDenseLayer(MixedLayer, DenseLayer):
 
     def _full_capacity(self, entries: int) -> int:
         """Slots for the part in full precision: no more than it comes to hold before it is cut back."""
-        most = max(entries, self.precision.full + self.period)
+        most = max(entries, max(map(self._stay, range(self._rows))) + self.period)
         return int(min(self.cache.evictor.capacity_for(entries), most))
 
     def _low_capacity(self, entries: int) -> int:
         """Slots for the part in few bits: what the budget leaves, once there is any."""
         if not entries:
             return 0
-        evictor, precision = self.cache.evictor, self.precision
+        evictor, rows = self.cache.evictor, range(self._rows)
         if not evictor.policy.bounded:
-            expected = max(entries, (evictor.context or 0) - precision.full)
+            expected = max(entries, (evictor.context or 0) - min(map(self._stay, rows)))
             return -(-expected // GROWTH) * GROWTH
-        limit = max(evictor.limit(row) for row in range(len(self.cache.rows.seq_lens)))
-        return max(entries, min(limit, evictor.max_positions or limit) - precision.full)
+        most = (min(evictor.limit(row), evictor.max_positions or evictor.limit(row)) for row in rows)
+        return max(entries, *(each - self._stay(row) for row, each in zip(rows, most, strict=True)))
 
     def _room_for_new(self, step: Step) -> None:
         full = self.stored.full

@@ -46,7 +46,14 @@ def refuse_precision(precision: Precision | None, policy: Policy, spec: ModelSpe
     """
     if precision is None:
         return
-    reasons = precision.check(spec.head_dim, spec.value_dim)
+    reasons = precision.check(spec.head_dim, spec.value_dim) + policy_reasons(precision, policy)
+    if reasons:
+        raise UnsupportedError(f"storing entries in {precision.bits} bits", reasons)
+
+
+def policy_reasons(precision: Precision, policy: Policy) -> list[str]:
+    """Reasons why a policy cannot work with it, whatever the model; empty if it can."""
+    reasons = []
     if precision.protect == "policy" and not policy.bounded:
         reasons.append(
             f"protect='policy' asks {policy.name} for a ranking, and it ranks nothing: use another rule"
@@ -66,13 +73,17 @@ def refuse_precision(precision: Precision | None, policy: Policy, spec: ModelSpe
             f"{policy.name} changes values of what is kept, and those in few bits would be rounded anew "
             "at every eviction: leave the merging out"
         )
+    if precision.prompt == "full" and policy.bounded and policy.amount.prompt != "kept":
+        reasons.append(
+            "a prompt in full precision comes on top of the budget, and this budget counts the prompt: use "
+            "prompt='kept' (--prompt-mode kept), or leave --kv-prompt out"
+        )
     if policy.amount.kv_bytes is not None and not policy.amount.resolved:
         reasons.append(
             "a budget in bytes does not say how many entries of either precision it holds: give entries, and "
             "read cache.trace.kv_bytes for the bytes that were allocated"
         )
-    if reasons:
-        raise UnsupportedError(f"storing entries in {precision.bits} bits", reasons)
+    return reasons
 
 
 def settled_precision(precision: Precision | None, policy: Policy) -> Precision | None:

@@ -110,10 +110,11 @@ class Pools:
         most = [evictor.most(row) if bounded else 0 for row in range(rows)]
         if precision is None:
             return most
+        stays = [precision.full_of(evictor.rows.prompt_lens[row]) for row in range(rows)]
         if pool.keys.dtype == torch.uint8:
-            return [max(0, evictor.limit(row) - precision.full) if bounded else 0 for row in range(rows)]
-        full = precision.full + evictor.policy.buffer
-        return [min(each, full) if bounded else full for each in most]
+            return [max(0, evictor.limit(row) - stay) if bounded else 0 for row, stay in enumerate(stays)]
+        full = [stay + evictor.policy.buffer for stay in stays]
+        return [min(each, one) if bounded else one for each, one in zip(most, full, strict=True)]
 
     def _steady(self, rows: int, heads: int, pool: PagePool) -> int:
         """Pages that decoding inside the budget needs at most; 0 for a cache without a bound."""

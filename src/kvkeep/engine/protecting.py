@@ -42,8 +42,8 @@ def protection(
 ) -> Tensor:
     """Entries that stay in full precision, or come back to it: bool, shape of ``kept``.
 
-    Every head gets as many as ``precision.full``, or all that it keeps: sinks and newest entries, then the
-    best of those that still have all their bits, then the best of the others.
+    Every head gets as many as ``precision.full_of`` its prompt, or all that it keeps: a prompt in full, sinks
+    and newest entries, then the best of those that still have all their bits, then the best of the others.
 
     Parameters
     ----------
@@ -56,20 +56,25 @@ def protection(
     """
     precision = mixed_precision(layer)
     positions = layer.stored.padded(rows, "positions")["positions"]
-    seq_lens = torch.tensor([layer.cache.rows.seq_lens[row] for row in rows], device=kept.device)
+    lens = layer.cache.rows
+    seq_lens, prompt_lens = (
+        torch.tensor([each[row] for row in rows], device=kept.device)
+        for each in (lens.seq_lens, lens.prompt_lens)
+    )
+    full_of = [precision.full_of(lens.prompt_lens[row]) for row in rows]
     protected = protected_mask(
         positions=positions,
         valid=kept,
         seq_lens=seq_lens,
         sinks=precision.sinks,
         recent=precision.recent or 0,
-        prompt_lens=None,
+        prompt_lens=prompt_lens if precision.prompt == "full" else None,
     )
-    full = kept.sum(-1).clamp(max=precision.full)
+    full = kept.sum(-1).minimum(torch.tensor(full_of, device=kept.device)[:, None])
     for among in (kept & ~low, kept & low):
         candidates = among & ~protected
         wanted = (full - protected.sum(-1)).clamp(min=0).minimum(candidates.sum(-1))
-        protected = protected | top_k_mask(scores, wanted, precision.full, candidates)
+        protected = protected | top_k_mask(scores, wanted, max(full_of), candidates)
     return protected
 
 

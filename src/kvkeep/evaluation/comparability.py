@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from kvkeep.core.errors import UnknownNameError
-from kvkeep.evaluation.matching import TOLERANCE
+from kvkeep.evaluation.matching import ENTRIES, TOLERANCE, unlike_widths
 from kvkeep.evaluation.records import Run, SampleRecord
 from kvkeep.evaluation.splits import ids_sha256, part_of
 
-#: Which measured quantity two runs must agree in: memory over all steps, memory after the prompt, or reading.
-CompareOn = Literal["mean_cache", "prefill_cache", "mean_read"]
+#: Which measured quantity two runs must agree in: entries over all steps, entries after the prompt, the bytes
+#: of both, or reading.
+CompareOn = Literal["mean_cache", "prefill_cache", "mean_memory", "prefill_memory", "mean_read"]
 
 # What must be equal, under the name by which a difference can be allowed.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -108,6 +109,12 @@ def cache_reasons(
     """Whether one run was given more memory than the other."""
     if "cache" in allow:
         return []
+    if on in ENTRIES and baseline.header.precision != challenger.header.precision:
+        by_bytes = on.replace("cache", "memory")
+        return [
+            f"{unlike_widths(baseline, challenger)}: compare them with --match-on {by_bytes}, which counts "
+            "bytes (--allow cache accepts it)"
+        ]
     one, other = getattr(baseline, on), getattr(challenger, on)
     if not (one > 0 and other > 0):
         return [f"{on} was not measured (baseline {one:g}, challenger {other:g})"]

@@ -18,7 +18,7 @@ from kvkeep.evaluation.comparability import (
     sample_reasons,
     setting_reasons,
 )
-from kvkeep.evaluation.matching import TOLERANCE
+from kvkeep.evaluation.matching import TOLERANCE, unlike_widths
 from kvkeep.evaluation.records import Run, SampleRecord
 from kvkeep.evaluation.splits import hash_order
 from kvkeep.evaluation.statistics.accuracy import Accuracy, accuracy
@@ -53,6 +53,9 @@ class ArmSummary:
         prompt had been read.
     mean_read, peak_read
         Entries that a decode step read: less than what is stored only for selectors.
+    mean_memory, peak_memory, prefill_memory
+        Bytes as entries in 16 bits that would take them: less than the entries only where some are in few
+        bits; 0 where that was not measured.
     """
 
     run: str
@@ -67,6 +70,9 @@ class ArmSummary:
     prefill_cache: float
     mean_read: float
     peak_read: float
+    mean_memory: float
+    peak_memory: float
+    prefill_memory: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +89,9 @@ class Comparison:
         Differences of other metrics, uncorrected: they explain, they do not decide.
     growth
         The difference on the first so many problems in hash order.
-    cache_ratio, prefill_ratio, read_ratio
-        Memory of the challenger divided by that of the baseline; the same of the entries read.
+    cache_ratio, prefill_ratio, read_ratio, memory_ratio
+        Entries of the challenger divided by those of the baseline; the same of the entries read, and of the
+        bytes that are stored.
     smallest
         The true difference that such a study finds with 80 % power.
     notes
@@ -99,6 +106,7 @@ class Comparison:
     cache_ratio: float
     prefill_ratio: float
     read_ratio: float
+    memory_ratio: float
     smallest: float
     notes: tuple[str, ...]
 
@@ -131,8 +139,9 @@ def compare(
         in the result.
     on, tolerance
         Which measured cache must be equal, and how closely. ``"prefill_cache"`` shows how misleading
-        equal memory at the end of the prompt is; ``"mean_read"`` matches what a step reads, for selectors,
-        which store everything.
+        equal memory at the end of the prompt is; ``"mean_memory"`` and ``"prefill_memory"`` are bytes, for
+        runs whose entries differ in width, which the other two refuse; ``"mean_read"`` matches what a step
+        reads, for selectors, which store everything.
     metric
         ``"accuracy"`` or ``"score"``; what the task is judged by if not given.
     test, resamples, seed, cells
@@ -159,13 +168,13 @@ def compare(
             f"runs {baseline.header.run!r} and {challenger.header.run!r} cannot be compared", reasons
         )
     notes = [f"differences in {name} were allowed" for name in sorted(allow)]
-    if on == "prefill_cache":
+    if on in ("prefill_cache", "prefill_memory"):
         notes.append("memory was matched at the end of the prompt only: the cache while writing differs")
     if on == "mean_read":
         notes.append("what a step reads was matched, not memory: a selector stores everything")
     if baseline.header.precision != challenger.header.precision:
-        bits = [_bits(run) for run in (baseline, challenger)]
-        notes.append(f"entries are stored in {bits[0]} and in {bits[1]}: equal entries are not equal bytes")
+        bytes_were = ", and bytes were matched" if on.endswith("memory") else ""
+        notes.append(unlike_widths(baseline, challenger) + bytes_were)
     return measure(
         baseline,
         challenger,
@@ -176,11 +185,6 @@ def compare(
         cells=cells,
         notes=notes,
     )
-
-
-def _bits(run: Run) -> str:
-    precision = run.header.precision
-    return "full precision" if precision is None else f"{precision['bits']} bits ({precision['protect']})"
 
 
 def measure(
@@ -236,6 +240,7 @@ def measure(
         cache_ratio=_ratio(challenger.mean_cache, baseline.mean_cache),
         prefill_ratio=_ratio(challenger.prefill_cache, baseline.prefill_cache),
         read_ratio=_ratio(challenger.mean_read, baseline.mean_read),
+        memory_ratio=_ratio(challenger.mean_memory, baseline.mean_memory),
         smallest=smallest,
         notes=tuple(notes),
     )
@@ -269,4 +274,7 @@ def _summary(run: Run, samples: list[SampleRecord], metric: str) -> ArmSummary:
         prefill_cache=run.prefill_cache,
         mean_read=run.mean_read,
         peak_read=run.peak_read,
+        mean_memory=run.mean_memory,
+        peak_memory=run.peak_memory,
+        prefill_memory=run.prefill_memory,
     )

@@ -117,6 +117,7 @@ def draft(
         "sampling": dict(first.sampling),
         "draws": first.draws,
         "seeds": list(first.seeds),
+        **_memory(headers),
         "analysis": {"metric": first.metric, "seed": seed, "correction": correction},
         "dev_evidence": {
             "runs": [
@@ -136,6 +137,12 @@ def _calibration(*headers: RunHeader) -> dict[str, str]:
 def _gates(**arms: RunHeader) -> dict[str, dict[str, str]]:
     found = {arm: each.gates_sha256 for arm, each in arms.items() if each.gates_sha256 is not None}
     return {"gates_sha256": found} if found else {}
+
+
+def _memory(headers: Sequence[RunHeader]) -> dict[str, dict[str, str]]:
+    """Arms whose entries differ in width are given equal bytes."""
+    alike = all(header.precision == headers[0].precision for header in headers)
+    return {} if alike else {"memory": {"match": "mean_memory"}}
 
 
 def _one_each(headers: Sequence[RunHeader], field: str) -> list[RunHeader]:

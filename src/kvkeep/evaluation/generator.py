@@ -83,6 +83,12 @@ class ModelGenerator:
         other.policy = checked(policy)
         return other
 
+    def with_precision(self, precision: Precision | None) -> ModelGenerator:
+        """The same model, storing in another way."""
+        other = copy.copy(self)
+        other.precision = precision
+        return other
+
     def with_sampling(self, sampling: Sampling) -> ModelGenerator:
         """The same model, drawing in another way."""
         other = copy.copy(self)
@@ -169,6 +175,9 @@ class ModelGenerator:
             prefill_cache=trace.prefill_entries,
             mean_read=trace.mean_read,
             peak_read=trace.peak_read,
+            mean_memory=trace.mean_memory,
+            peak_memory=trace.peak_memory,
+            prefill_memory=trace.prefill_memory,
             evictions=trace.evictions,
             seconds=written.read_seconds + written.write_seconds,
             write_seconds=written.write_seconds,

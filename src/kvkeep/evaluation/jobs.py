@@ -54,7 +54,8 @@ class Completion:
         By itself, not at the length limit.
     prompt_tokens
         Tokens of the prompt.
-    steps, mean_cache, peak_cache, prefill_cache, mean_read, peak_read, evictions
+    steps, mean_cache, peak_cache, prefill_cache, mean_read, peak_read, evictions, mean_memory, peak_memory,
+    prefill_memory
         As in :class:`~kvkeep.engine.row_trace.RowTrace`.
     seconds, write_seconds
         Its share of the batch's time: all of it, and without reading the prompt.
@@ -73,6 +74,9 @@ class Completion:
     prefill_cache: float
     mean_read: float | None = None
     peak_read: float | None = None
+    mean_memory: float | None = None
+    peak_memory: float | None = None
+    prefill_memory: float | None = None
     evictions: int = 0
     seconds: float = 0.0
     write_seconds: float = 0.0

@@ -123,9 +123,9 @@ class Cell(_Part):
 
 
 class Memory(_Part):
-    """How the arms were given equal memory."""
+    """How the arms were given equal memory: ``mean_memory`` (bytes) where their entries differ in width."""
 
-    match: Literal["mean_cache", "prefill_cache"] = "mean_cache"
+    match: Literal["mean_cache", "prefill_cache", "mean_memory"] = "mean_cache"
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.02
 
 
@@ -214,6 +214,12 @@ class Preregistration(_Part):
                 problems.append(f"cell {cell.name} names task {cell.task!r}, which is not under tasks")
             if cell.model not in {model.name for model in self.models}:
                 problems.append(f"cell {cell.name} names model {cell.model!r}, which is not under models")
+        widths = {json.dumps(dict(arm.precision or {}), sort_keys=True) for arm in self.arms.all()}
+        if len(widths) > 1 and self.memory.match != "mean_memory":
+            problems.append(
+                f"arms store their entries in different precisions, and memory matches {self.memory.match}: "
+                "equal entries are not equal bytes; match on mean_memory"
+            )
         for what, names in (
             ("cells", [cell.name for cell in self.cells]),
             ("tasks", [task.name for task in self.tasks]),

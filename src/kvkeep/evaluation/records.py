@@ -80,6 +80,10 @@ class SampleRecord(_Plain):
     mean_read, peak_read
         Entries per KV head and layer that the steps read, each once: mean and maximum. ``None`` becomes what
         was stored: only a selector reads less.
+    mean_memory, peak_memory, prefill_memory
+        As ``mean_cache``, ``peak_cache`` and ``prefill_cache`` in bytes of keys and values, written down as
+        the entries in 16 bits that would take them (:attr:`kvkeep.Precision.weight`). ``None`` in logs that
+        are older than these numbers: the entries, unless some were in few bits (:attr:`Run.mean_memory`).
     seconds
         Wall time spent on this sample (its share of a batch).
     cluster
@@ -108,6 +112,9 @@ class SampleRecord(_Plain):
     prefill_cache: float = 0.0
     mean_read: float | None = None
     peak_read: float | None = None
+    mean_memory: float | None = None
+    peak_memory: float | None = None
+    prefill_memory: float | None = None
     cluster: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -244,6 +251,34 @@ class Run:
         """Mean cache of the run, every decode step counting once: what memory and bandwidth see."""
         steps = sum(sample.steps for sample in self.samples)
         return sum(sample.mean_cache * sample.steps for sample in self.samples) / steps if steps else 0.0
+
+    @property
+    def mean_memory(self) -> float:
+        """Bytes as entries in 16 bits, every step counting once: the mean cache where nothing is in few.
+
+        0 if it was not measured: entries are in few bits, and the log is older than this number.
+        """
+        steps = sum(sample.steps for sample in self.samples)
+        found = [self.memory(s.mean_memory, s.mean_cache) * s.steps for s in self.samples]
+        return sum(found) / steps if steps and all(found) else 0.0
+
+    @property
+    def prefill_memory(self) -> float:
+        """The same when the prompt had been read."""
+        found = [self.memory(s.prefill_memory, s.prefill_cache) for s in self.samples]
+        return sum(found) / len(found) if found and all(found) else 0.0
+
+    @property
+    def peak_memory(self) -> float:
+        """The same at its fullest step, of any sample."""
+        found = [self.memory(s.peak_memory, s.peak_cache) for s in self.samples]
+        return max(found) if found and all(found) else 0.0
+
+    def memory(self, measured: float | None, entries: float) -> float:
+        """What was measured, or the entries where all weigh the same; 0 where nobody knows."""
+        if measured is not None:
+            return measured
+        return entries if self.header.precision is None else 0.0
 
     @property
     def mean_read(self) -> float:

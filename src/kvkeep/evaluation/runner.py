@@ -306,6 +306,9 @@ def make_record(task: Task, completion: Completion, grade: Grade) -> SampleRecor
         prefill_cache=completion.prefill_cache,
         mean_read=completion.mean_read,
         peak_read=completion.peak_read,
+        mean_memory=completion.mean_memory,
+        peak_memory=completion.peak_memory,
+        prefill_memory=completion.prefill_memory,
         seconds=round(completion.seconds, 6),
         cluster=problem.cluster,
         extra={

@@ -27,7 +27,7 @@ class Evidence:
     screening
         Few problems, equal budgets, on the first model.
     dev
-        Matched mean cache on dev problems, by model, the first model first.
+        Matched mean memory on dev problems, by model, the first model first.
     confirmed
         The held-out problems, by model, with what was decided.
     nats
@@ -79,7 +79,7 @@ def diagnose(evidence: Evidence) -> tuple[Finding, ...]:
 
 
 def iso_cache(evidence: Evidence) -> Finding:
-    """Equal at the end of the prompt, unequal while writing: less than half is left at an equal mean cache.
+    """Equal at the end of the prompt, unequal while writing: less than half is left at an equal mean memory.
 
     Compared on the same problems: those of the screening.
     """
@@ -96,8 +96,8 @@ def iso_cache(evidence: Evidence) -> Finding:
     return Finding(
         name="iso-cache underperformance",
         present=gain > 0 and matched < gain / 2,
-        why=f"{_pp(gain)} with {_percent(screening.cache_ratio)} of the base's mean cache, {_pp(matched)} "
-        f"with {_percent(dev.cache_ratio)}, on the same {count} problems",
+        why=f"{_pp(gain)} with {_percent(screening.memory_ratio)} of the base's mean memory, {_pp(matched)} "
+        f"with {_percent(dev.memory_ratio)}, on the same {count} problems",
     )
 
 
@@ -111,7 +111,7 @@ def evaporation(evidence: Evidence) -> Finding:
     return Finding(
         name="n-evaporation",
         present=few > 0 and many < few / 2,
-        why=f"{_pp(few)} on {count} problems, {_pp(many)} on {dev.difference.n}, at a matched mean cache",
+        why=f"{_pp(few)} on {count} problems, {_pp(many)} on {dev.difference.n}, at a matched mean memory",
     )
 
 
@@ -133,11 +133,11 @@ def proxy_drift(evidence: Evidence) -> Finding:
 def overshoot(evidence: Evidence) -> Finding:
     """More memory than the base at the same request."""
     screening = evidence.screening
-    peak = screening.challenger.peak_cache / screening.baseline.peak_cache
+    peak = screening.challenger.peak_memory / screening.baseline.peak_memory
     return Finding(
         name="budget overshoot",
-        present=max(peak, screening.cache_ratio) > 1 + _OVERSHOOT,
-        why=f"at the same budget {_percent(screening.cache_ratio)} of the base's mean cache and "
+        present=max(peak, screening.memory_ratio) > 1 + _OVERSHOOT,
+        why=f"at the same budget {_percent(screening.memory_ratio)} of the base's mean memory and "
         f"{_percent(peak)} of its peak",
     )
 

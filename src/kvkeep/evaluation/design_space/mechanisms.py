@@ -7,12 +7,13 @@ here are stand-ins of ours; each is a switch that any command takes, so that a r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from kvkeep.core.budget import Budget
 from kvkeep.core.errors import ConfigError, UnknownNameError
 from kvkeep.core.policy import Policy
+from kvkeep.core.precision import FULL_BITS, Precision
 from kvkeep.policies.compose import policy
 
 Family = Literal["state", "routing", "cadence", "decoding", "scoring"]
@@ -30,15 +31,54 @@ class Arm:
     sampling
         What differs from the task's sampling, by the names of
         :class:`~kvkeep.evaluation.sampling.Sampling`.
+    precision
+        Of the stored entries; ``None``: all in full precision.
     """
 
     policy: Policy
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    precision: Precision | None = None
 
     def with_entries(self, entries: int) -> Arm:
         """The same with another number of entries."""
         amount = Budget(entries=entries, prompt=self.policy.amount.prompt)
-        return Arm(policy=self.policy.with_budget(amount), sampling=self.sampling)
+        return replace(self, policy=self.policy.with_budget(amount))
+
+    def weighing(self, weight: float | None = None) -> Arm:
+        """The same with as many entries as take the bytes of its budget in full precision, or just less.
+
+        Parameters
+        ----------
+        weight
+            Bytes of an entry in few bits over those of one in full precision; ``None``: the real one
+            (:attr:`~kvkeep.Precision.weight`).
+        """
+        if self.precision is None:
+            return self
+        each = self.precision.weight if weight is None else weight
+        budget = self.policy.amount.count
+        entries = budget
+        while self._size(entries + 1, each) <= budget:
+            entries += 1
+        return self.with_entries(entries)
+
+    def _size(self, entries: int, weight: float) -> float:
+        """Memory of so many entries after an eviction, in entries of full precision."""
+        assert self.precision is not None
+        settled = self.precision.settled(buffer=self.policy.buffer, budget=entries)
+        full = min(entries, settled.full)
+        return full + (entries - full) * weight
+
+    @property
+    def nominal(self) -> float | None:
+        """What few bits weigh by their name alone, scales forgotten: 4 of 16 are a quarter."""
+        return None if self.precision is None else self.precision.bits / FULL_BITS
+
+    @property
+    def flags(self) -> list[str]:
+        """For any command, beside the policy."""
+        words = [f"--{name.replace('_', '-')} {value}" for name, value in self.sampling.items()]
+        return [*words, *precision_flags(self.precision)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +95,8 @@ class Mechanism:
         Settings of the policy that replace those of the base.
     sampling
         Settings of the writing.
+    precision
+        How entries are stored.
 
     Source
     ------
@@ -67,28 +109,60 @@ class Mechanism:
     part: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    precision: Precision | None = None
 
     @property
     def switch(self) -> str:
         """How any command turns it on."""
         flags = [f"--option {name}={value}" for name, value in self.options.items()]
         flags += [f"--{name.replace('_', '-')} {value}" for name, value in self.sampling.items()]
+        flags += precision_flags(self.precision)
         return " ".join([f"+ {self.part}" if self.part else "", *flags]).strip()
 
     def arm(self, base: str, budget: Budget, **options: Any) -> Arm:
-        """The mechanism on a policy.
+        """The mechanism on a policy, at the same budget.
+
+        Where it stores entries in few bits, the same budget is as many bits as the base's entries have by the
+        name of the width: an entry in 4 bits counts as a quarter, as one would reckon at first, and scales
+        are forgotten.
 
         Parameters
         ----------
         base
             A policy as text.
         budget
-            Of both.
+            Of the base.
         options
             Settings of the base, for example ``buffer=16``.
         """
         text = f"{base} + {self.part}" if self.part else base
-        return Arm(policy=policy(text, budget=budget, **{**options, **self.options}), sampling=self.sampling)
+        precision = self.precision
+        if precision is not None and budget.prompt != "kept":  # a prompt that counts is like other entries
+            precision = replace(precision, prompt="few")
+        arm = Arm(
+            policy=policy(text, budget=budget, **{**options, **self.options}),
+            sampling=self.sampling,
+            precision=precision,
+        )
+        return arm.weighing(arm.nominal)
+
+
+def precision_flags(precision: Precision | None) -> list[str]:
+    """How any command is told of a precision, defaults left out."""
+    if precision is None:
+        return []
+    default = Precision(bits=precision.bits)
+    names = {
+        "protect": "--protect",
+        "group": "--kv-group",
+        "reserve": "--kv-reserve",
+        "prompt": "--kv-prompt",
+    }
+    return [f"--kv-bits {precision.bits}"] + [
+        f"{flag} {getattr(precision, name)}"
+        for name, flag in names.items()
+        if getattr(precision, name) != getattr(default, name)
+    ]
 
 
 MECHANISMS: tuple[Mechanism, ...] = (
@@ -103,6 +177,13 @@ MECHANISMS: tuple[Mechanism, ...] = (
         family="state",
         does="an evicted entry is spread over the next kept ones, with a chance given by its attention",
         part="cam",
+    ),
+    Mechanism(
+        name="second-chance",
+        family="state",
+        does="the highest ranks stay in full precision, what would have gone lives on in 4 bits",
+        # Groups of 16 fill the heads of both built-in reasoners.
+        precision=Precision(bits=4, protect="policy", group=16, prompt="full"),
     ),
     Mechanism(
         name="adaptive-heads",

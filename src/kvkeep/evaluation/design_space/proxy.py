@@ -43,7 +43,7 @@ def nats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task,
     ConfigError
         If the task has no training texts.
     """
-    policy = arm.policy
+    policy, precision = arm.policy, arm.precision
     counted = _counting(policy, policy.amount.count)
     by_clock = policy.traits.trigger.decode in ("periodic", "slack", "clock")
     # One that protects the prompt of its own accord would keep all of a text that is only read.
@@ -53,10 +53,16 @@ def nats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task,
     prompts = [len(_encode(tokenizer, prompt)) for prompt, _ in texts]
     whole = [_encode(tokenizer, prompt + answer) for prompt, answer in texts]
     length = min(map(len, whole))
-    entries = policy.amount.count + (round(float(np.mean(prompts))) if policy.protects_prompt else 0)
-    counted = counted.with_budget(entries)
+    kept = round(float(np.mean(prompts))) if policy.protects_prompt else 0
+    counted = counted.with_budget(policy.amount.count + kept)
+    if (
+        precision is not None
+    ):  # a text that is only read is all prompt: the part in full grows by the mean one
+        precision = precision.settled(buffer=policy.buffer, budget=policy.amount.count)
+        grown = kept if precision.prompt == "full" else 0
+        precision = replace(precision, prompt="few", reserve=(precision.reserve or 0) + grown)
     windows = torch.tensor([tokens[:length] for tokens in whole])
-    read = read_windows(model, counted, windows, chunk=policy.buffer)
+    read = read_windows(model, counted, windows, chunk=policy.buffer, precision=precision)
     # Chunks that hold a piece of the prompt tell nothing of the answer.
     return Nats(
         per_text=tuple(

@@ -59,7 +59,7 @@ def content(settings: Settings, pairs: Pairs, task: Task) -> dict[str, Any]:
     return {
         "format": 1,
         "study": f"design space of {settings.base}",
-        "question": f"Which mechanism makes {settings.base} better at an equal mean cache?",
+        "question": f"Which mechanism makes {settings.base} better at an equal mean memory?",
         "hypotheses": [
             {"id": each.name, "text": f"{each.family}: it helps if {each.does}."}
             for each in settings.mechanisms
@@ -85,7 +85,7 @@ def content(settings: Settings, pairs: Pairs, task: Task) -> dict[str, Any]:
         "sampling": dict(baseline.sampling),
         "draws": settings.draws,
         "seeds": list(baseline.seeds),
-        "memory": {"match": "mean_cache", "tolerance": settings.tolerance},
+        "memory": {"match": "mean_memory", "tolerance": settings.tolerance},
         "analysis": {"metric": baseline.metric, "seed": 0, "correction": "holm"},
         "branches": {
             "A": "claim the mechanisms with a better cell and no worse one",
@@ -93,9 +93,10 @@ def content(settings: Settings, pairs: Pairs, task: Task) -> dict[str, Any]:
             "C": "reject the mechanisms with a worse cell, claim others with a better one",
         },
         "dev_evidence": {
-            "rule": "the budget whose mean cache on dev problems equals that of the baseline",
+            "rule": "the budget whose mean memory on dev problems (bytes of keys and values, as entries in "
+            "16 bits) equals that of the baseline",
             "runs": [
-                f"{name} on {model}: mean cache {pair[1].mean_cache:.1f} against {pair[0].mean_cache:.1f}"
+                f"{name} on {model}: mean memory {pair[1].mean_memory:.1f} against {pair[0].mean_memory:.1f}"
                 for name, by_model in pairs.items()
                 for model, pair in by_model.items()
             ],

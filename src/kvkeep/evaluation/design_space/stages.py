@@ -2,7 +2,7 @@
 
 *Screening* is what one does to find ideas: few problems, one draw, one model, both arms asked for the same
 budget, so that they hold equally much when the prompt has been read, and nobody looks at what they hold
-later. *The strict protocol* is the standard of methods that last: 200 problems, the measured mean cache
+later. *The strict protocol* is the standard of methods that last: 200 problems, the measured memory
 matched on dev problems, the plan sealed, held-out problems, two models, correction for all comparisons.
 """
 
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from kvkeep.core.budget import Budget, PromptMode
-from kvkeep.core.errors import ConfigError, EvidenceError
+from kvkeep.core.errors import ConfigError, EvidenceError, UnsupportedError
 from kvkeep.core.files import atomic_path
+from kvkeep.engine.mixing import policy_reasons
 from kvkeep.evaluation.comparison import Comparison, compare
 from kvkeep.evaluation.design_space.mechanisms import Arm, Mechanism
 from kvkeep.evaluation.design_space.proxy import Nats
@@ -50,7 +51,7 @@ class Settings:
     problems, draws
         Of the strict protocol, dev and held-out alike.
     tolerance
-        Largest relative difference between mean caches that counts as equal.
+        Largest relative difference between mean memories that counts as equal.
     batch_size
         Samples written together; does not change results.
     """
@@ -78,7 +79,9 @@ class Settings:
                 f"{self.base} keeps everything, so there is no budget to match: study a policy that evicts."
             )
         for mechanism in self.mechanisms:  # what cannot be built is said before anything is run
-            self.arm(mechanism)
+            arm = self.arm(mechanism)
+            if arm.precision is not None and (reasons := policy_reasons(arm.precision, arm.policy)):
+                raise UnsupportedError(f"{mechanism.name} with {self.base}", reasons)
 
     @property
     def budget(self) -> Budget:
@@ -164,11 +167,11 @@ class Stages:
         for number, mechanism in self._numbered():
             self._say(f"screening {number}: {mechanism.name}")
             run = self.bench.run(settings.arm(mechanism), model, self.out / "screen" / mechanism.name, plan)
-            found[mechanism.name] = compare(baseline, run, on="prefill_cache", allow=_allowed(mechanism))
+            found[mechanism.name] = compare(baseline, run, on="prefill_memory", allow=_allowed(mechanism))
         return found
 
     def match(self) -> dict[str, dict[str, tuple[Run, Run]]]:
-        """Baseline and challenger at one mean cache on dev problems, by mechanism and model."""
+        """Baseline and challenger at one mean memory on dev problems, by mechanism and model."""
         settings = self.settings
         plan = Plan(limit=settings.problems, draws=settings.draws, batch_size=settings.batch_size)
         pairs: dict[str, dict[str, tuple[Run, Run]]] = {each.name: {} for each in settings.mechanisms}
@@ -183,7 +186,7 @@ class Stages:
         return pairs
 
     def _matched(self, arm: Arm, model: str, home: Path, plan: Plan, baseline: Run) -> Run:
-        """The run whose mean cache equals that of the baseline, or comes nearest."""
+        """The run whose mean memory equals that of the baseline, or comes nearest."""
         tried: list[Run] = []
 
         def measure(entries: int) -> Run:
@@ -191,24 +194,29 @@ class Stages:
             tried.append(run)
             return run
 
-        high = 2 * self.settings.entries
+        # Where few bits weigh what they weigh, and not what their name says.
+        start = arm.with_entries(self.settings.entries).weighing().policy.amount.count
+        high = 2 * start
         with contextlib.suppress(ConfigError):  # no budget comes that close: the result says how far off
             match_budget(
                 measure,
                 baseline,
                 low=arm.policy.smallest_budget(high),
                 high=high,
-                start=self.settings.entries,
+                start=start,
+                on="mean_memory",
                 tolerance=self.settings.tolerance,
                 allow=_sampling(arm),
             )
-        return min(tried, key=lambda run: abs(run.mean_cache - baseline.mean_cache))
+        return min(tried, key=lambda run: abs(run.mean_memory - baseline.mean_memory))
 
     def dev(self, pairs: Mapping[str, Mapping[str, tuple[Run, Run]]]) -> dict[str, dict[str, Comparison]]:
         """What the matched dev runs say, by mechanism and model."""
         allow = {each.name: {*_allowed(each), "cache"} for each in self.settings.mechanisms}
         return {
-            name: {model: compare(*pair, allow=allow[name]) for model, pair in by_model.items()}
+            name: {
+                model: compare(*pair, on="mean_memory", allow=allow[name]) for model, pair in by_model.items()
+            }
             for name, by_model in pairs.items()
         }
 

@@ -31,12 +31,12 @@ def _row(row: Row) -> tuple[str, ...]:
         row.mechanism.name,
         row.mechanism.family,
         _gain(row.screening.difference),
-        _percent(row.screening.cache_ratio),
+        _percent(row.screening.memory_ratio),
     ]
     if row.evidence is None:
         return (*cells, "promising" if row.promising else "dropped")
     for cell, comparison in row.evidence.confirmed.values():
-        cells += [_gain(cell.difference), f"{cell.adjusted_p:.4f}", _percent(comparison.cache_ratio)]
+        cells += [_gain(cell.difference), f"{cell.adjusted_p:.4f}", _percent(comparison.memory_ratio)]
     return (*cells, _verdict(row, row.evidence))
 
 
@@ -50,18 +50,31 @@ def _note(result: Result) -> str:
     settings = result.settings
     policy = f"{settings.base}, {settings.entries} entries, prompt {settings.prompt}"
     screening = (
-        f"Base: {policy}. Differences in points against it, with 95 % intervals; cache: mean cache relative "
-        f"to the base's. Screening: {settings.screened} dev problems, 1 draw, {settings.models[0]}, equal "
-        "budgets, nothing matched but the end of the prompt, no correction."
+        f"Base: {policy}. Differences in points against it, with 95 % intervals; cache: mean memory relative "
+        "to the base's, bytes of keys and values as a model in 16 bits holds them. Screening: "
+        f"{settings.screened} dev problems, 1 draw, {settings.models[0]}, equal budgets, "
+        "nothing matched but the end of the prompt, no correction."
+        f"{_few_bits(result)}"
     )
     if result.family is None:
         return screening
     seal = (result.family.preregistration or "")[:12]
     return (
-        f"{screening} Strict: {settings.problems} held-out problems x {settings.draws}, mean cache matched "
+        f"{screening} Strict: {settings.problems} held-out problems x {settings.draws}, mean memory matched "
         f"on dev problems within {100 * settings.tolerance:g} %, plan sealed first ({seal}), p by Holm over "
         f"all {len(result.family.decision.cells)} comparisons. A mechanism evaporates if its screening is "
         "above 0 and the strict protocol does not find it better."
+    )
+
+
+def _few_bits(result: Result) -> str:
+    """What an equal budget of the screening means where entries are in few bits."""
+    named = [each.name for each in result.settings.mechanisms if each.precision is not None]
+    if not named:
+        return ""
+    return (
+        f" For {', '.join(named)} an equal budget is as many bits by the name of the width, scales "
+        f"forgotten: those of {result.settings.entries} entries in 16 bits."
     )
 
 
