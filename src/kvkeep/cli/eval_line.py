@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from kvkeep.evaluation.runner import Plan
 
 
+# Holds every policy with its defaults.
+_ROOMY = 1 << 16
+
+
 def eval_line(setup: Setup, arm: Arm, plan: Plan, prereg: Path | None = None) -> str:
     """What to type, but for ``--out``.
 
@@ -38,7 +42,8 @@ def changed_options(arm: Arm) -> dict[str, Any]:
     """Settings of the policy that are not its defaults, budget apart."""
     from kvkeep.policies.compose import policy
 
-    default = base_options(policy(arm.policy.name, budget=arm.policy.amount))
+    # A budget in which every default fits: that of the arm may be too small for them.
+    default = base_options(policy(arm.policy.name, budget=_ROOMY))
     given = base_options(arm.policy)
     return {name: value for name, value in given.items() if name != "budget" and value != default.get(name)}
 

@@ -8,7 +8,6 @@ matched on dev problems, the plan sealed, held-out problems, two models, correct
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,17 +186,18 @@ class Stages:
 
     def _matched(self, arm: Arm, model: str, home: Path, plan: Plan, baseline: Run) -> Run:
         """The run whose mean memory equals that of the baseline, or comes nearest."""
-        tried: list[Run] = []
+        tried: dict[int, Run | None] = {}
 
         def measure(entries: int) -> Run:
+            tried[entries] = None
             run = self.bench.run(arm.with_entries(entries), model, home / f"budget-{entries}", plan)
-            tried.append(run)
+            tried[entries] = run
             return run
 
         # Where few bits weigh what they weigh, and not what their name says.
         start = arm.with_entries(self.settings.entries).weighing().policy.amount.count
         high = 2 * start
-        with contextlib.suppress(ConfigError):  # no budget comes that close: the result says how far off
+        try:
             match_budget(
                 measure,
                 baseline,
@@ -208,7 +208,12 @@ class Stages:
                 tolerance=self.settings.tolerance,
                 allow=_sampling(arm),
             )
-        return min(tried, key=lambda run: abs(run.mean_memory - baseline.mean_memory))
+        except ConfigError:
+            if None in tried.values():  # a run could not be carried out
+                raise
+            # No budget comes that close: the result says how far off.
+        found = [run for run in tried.values() if run is not None]
+        return min(found, key=lambda run: abs(run.mean_memory - baseline.mean_memory))
 
     def dev(self, pairs: Mapping[str, Mapping[str, tuple[Run, Run]]]) -> dict[str, dict[str, Comparison]]:
         """What the matched dev runs say, by mechanism and model."""
