@@ -45,7 +45,7 @@ def test_the_whole_study_in_small(run: Callable[..., Result], tmp_path: Path) ->
     for changed, said in (
         (("--budget", 25), "setting budget"),
         (("--screened", 4), "problems 3 instead of 4"),
-        (("--base", "snapkv(window=8) + merge"), "policy 'snapkv' instead of 'snapkv + merge'"),
+        (("--base", "snapkv(window=8) + recency"), "policy 'snapkv' instead of 'snapkv + recency'"),
         (("--task", "trace(size=S, count=41)"), "--task"),
         (("--model", "trace-2"), "--model 'trace-1' instead of 'trace-2'"),
     ):
