@@ -244,6 +244,9 @@ def test_texts_keep_the_space_before_a_question_mark() -> None:
         mean_read=1,
         peak_read=1,
         mean_read_by_query=1,
+        mean_memory=1,
+        peak_memory=1,
+        prefill_memory=1,
         prefill_entries=1,
         evictions=0,
     )
