@@ -93,7 +93,7 @@ def page(runs: Path, more: Path, out: Path) -> None:
     text = Path(__file__).with_name("loops_page.md").read_text(encoding="utf-8")
     for name, part in parts.items():
         text = text.replace(f"<!-- {name} -->", part)
-    write(out, text)
+    write(out, text.rstrip() + "\n")
     drawn = loops_figures(facts)
     for file, (words, title) in FIGURES.items():
         for heading, (drawing, _) in drawn.items():
