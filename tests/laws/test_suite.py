@@ -164,6 +164,13 @@ class Favourite(Sound):
         return super().score(view) * sign[None, :, None]
 
 
+class Crowd(Sound):
+    """Scores a head against the mean of all."""
+
+    def score(self, view: LayerView) -> Tensor:
+        return (view.keys.float() * view.keys.float().mean(1, keepdim=True)).sum(-1)
+
+
 class Eager(Sound):
     """Evicts although there is room."""
 
@@ -196,6 +203,7 @@ BROKEN: dict[str, type[Policy]] = {
     "same-stream-same-decision": GlobalDraw,
     "empty-slots-do-not-count": Neighbours,
     "heads-are-alike": Favourite,
+    "heads-decide-alone": Crowd,
     "prompts-in-chunks": Hoarding,
     "alone-as-in-a-batch": Neighbours,
     "nothing-to-evict-nothing-changed": Eager,

@@ -16,6 +16,7 @@ TREE = {
     "UnknownNameError": ("ConfigError", ValueError),
     "UnsupportedError": ("KvkeepError", Exception),
     "ScoreError": ("KvkeepError", Exception),
+    "NotANumberError": ("ScoreError", Exception),
     "CacheError": ("KvkeepError", RuntimeError),
     "CacheIntegrityError": ("CacheError", RuntimeError),
     "DataFileError": ("KvkeepError", Exception),
@@ -56,7 +57,7 @@ class TestScores:
         policy = kvkeep.KeyNorm(budget=24, buffer=8)
         view = make_view(policy, layer=7)
         view.keys[0, 1, 3, 0] = float("nan")
-        with pytest.raises(errors.ScoreError) as error:
+        with pytest.raises(errors.NotANumberError) as error:
             policy.decide([view], [make_counts(view)])
         assert str(error.value).startswith("key-norm returned NaN for an entry of layer 7: ")
 

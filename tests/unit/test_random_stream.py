@@ -110,6 +110,18 @@ def test_numbers_follow_the_entry() -> None:
     assert torch.equal(stream().uniform(where[..., shuffled]), stream().uniform(where)[..., shuffled])
 
 
+def test_heads_of_a_layer_may_lie_on_several_ranks() -> None:
+    """The first head of every rank would draw what the layer's first head draws."""
+    ids, zero = torch.tensor([5, 9]), torch.zeros(2, dtype=torch.int64)
+
+    def drawn(first: int, heads: int) -> Tensor:
+        own = RandomStream.derive(seed=3, sequence_ids=ids, layer=1, evictions=zero, first_head=first)
+        return torch.cat([each.uniform(places(30, heads, 2)) for each in (own, own.persistent)])
+
+    assert torch.equal(torch.cat([drawn(0, 2), drawn(2, 2)], 1), drawn(0, 4))
+    assert not torch.equal(drawn(0, 2), drawn(2, 2))
+
+
 def test_persistent_numbers_ignore_the_eviction() -> None:
     """A projection that is drawn once per sequence and layer must come out the same each time."""
     first, later = stream(2, eviction=0), stream(2, eviction=9)

@@ -6,6 +6,7 @@
     │   └── UnknownNameError              a name that no registry knows; suggests the nearest
     ├── UnsupportedError                  policy, model and engine do not fit; carries every reason
     ├── ScoreError                        a policy produced NaN, or scores of the wrong shape
+    │   └── NotANumberError               NaN for an entry that competes
     ├── CacheError (RuntimeError)         a cache was used in a way its state does not allow
     │   └── CacheIntegrityError           internal bookkeeping does not add up
     ├── EvidenceError                     runs that prove nothing about each other; carries every reason
@@ -81,6 +82,10 @@ class EvidenceError(_ReasonsError):
 
 class ScoreError(KvkeepError):
     """A policy returned scores that cannot be ranked."""
+
+
+class NotANumberError(ScoreError):
+    """A policy returned NaN for an entry that competes."""
 
 
 class CacheError(KvkeepError, RuntimeError):

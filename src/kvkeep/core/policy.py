@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvkeep.core.budget import Budget
 from kvkeep.core.decision import KeepCounts, KeepDecision
-from kvkeep.core.errors import BudgetError, ConfigError, ScoreError
+from kvkeep.core.errors import BudgetError, ConfigError, NotANumberError, ScoreError
 from kvkeep.core.traits import DecodeTrigger, PrefillTrigger, Traits, Trigger
 from kvkeep.core.view import LayerView
 
@@ -128,6 +128,11 @@ class Policy(ABC):
     def recent(self) -> int:
         """Newest entries protected by mask at an eviction (the buffer, unless a method says less)."""
         return self.buffer
+
+    @property
+    def heads_alone(self) -> bool:
+        """Whether what a KV head keeps depends on it alone: only then may heads lie on several ranks."""
+        return not (self.one_set or self.traits.ragged or self.traits.scope == "model")
 
     @property
     def no_sample(self) -> str:
@@ -243,7 +248,7 @@ class Policy(ABC):
         Raises
         ------
         ScoreError
-            If a score is NaN or has the wrong shape.
+            If a score has the wrong shape, or is NaN (:class:`~kvkeep.core.errors.NotANumberError`).
         """
         scores = self.score_all(views)
         for view, score in zip(views, scores, strict=True):
@@ -293,7 +298,9 @@ def check_scores(name: str, view: LayerView, scores: Tensor) -> None:
     Raises
     ------
     ScoreError
-        Naming the policy and the layer, if the shape is wrong or a candidate's score is NaN.
+        Naming the policy and the layer, if the shape is wrong.
+    NotANumberError
+        The same, if a candidate's score is NaN.
     """
     if tuple(scores.shape) != view.shape:
         raise ScoreError(
@@ -301,7 +308,7 @@ def check_scores(name: str, view: LayerView, scores: Tensor) -> None:
             f"[batch, kv_heads, entries] = {view.shape}."
         )
     if bool((scores.isnan() & view.candidates).any()):
-        raise ScoreError(
+        raise NotANumberError(
             f"{name} returned NaN for an entry of layer {view.layer}: its keys, values or queries are not "
             "finite, or the policy divides by zero. Try float32, or another policy."
         )

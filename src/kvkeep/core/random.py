@@ -59,13 +59,18 @@ class RandomStream:
         Hash state of shape ``[batch]`` (int64): seed, sequence and layer folded in.
     evictions
         int64 of shape ``[batch]``: evictions that the sequence had before.
+    first_head
+        The layer's KV head that stands first in what is drawn for: not 0 where heads are spread over ranks.
     """
 
     origin: Tensor
     evictions: Tensor
+    first_head: int = 0
 
     @classmethod
-    def derive(cls, *, seed: int, sequence_ids: Tensor, layer: int, evictions: Tensor) -> RandomStream:
+    def derive(
+        cls, *, seed: int, sequence_ids: Tensor, layer: int, evictions: Tensor, first_head: int = 0
+    ) -> RandomStream:
         """Derive the stream of (seed, sequence, layer, eviction index).
 
         Parameters
@@ -74,7 +79,7 @@ class RandomStream:
             int64 of shape ``[batch]``: who the sequence is, and how many evictions it had before.
         """
         start = torch.full_like(sequence_ids, _signed(seed % 2**64))
-        return cls(_absorb(_absorb(start, sequence_ids), layer), evictions)
+        return cls(_absorb(_absorb(start, sequence_ids), layer), evictions, first_head)
 
     @property
     def persistent(self) -> RandomStream:
@@ -100,7 +105,7 @@ class RandomStream:
         Tensor
             float32 of the same shape, strictly between 0 and 1.
         """
-        heads = torch.arange(positions.shape[1], device=positions.device)
+        heads = torch.arange(positions.shape[1], device=positions.device) + self.first_head
         per_head = _absorb(self._key(purpose)[:, None], heads)
         return _to_unit(_absorb(per_head[:, :, None], positions))
 

@@ -78,6 +78,11 @@ class Wrapped(Policy):
         return self.base.protects_prompt
 
     @property
+    def heads_alone(self) -> bool:
+        """Only if the base's are."""
+        return super().heads_alone and self.base.heads_alone
+
+    @property
     def no_sample(self) -> str:
         """What the base objects to."""
         return self.base.no_sample

@@ -18,7 +18,7 @@ from kvkeep.core.traits import Traits
 from kvkeep.core.view import LayerView
 from kvkeep.engine.spec import model_spec
 from kvkeep.testing.subject import Subject, require, shared_model
-from kvkeep.testing.variants import flipped, paired_tensors, with_contents, with_empty_slots
+from kvkeep.testing.variants import flipped, of_head, paired_tensors, with_contents, with_empty_slots
 from kvkeep.testing.watching import copy_view
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -207,6 +207,29 @@ def heads_are_alike(subject: Subject) -> None:
         )
 
 
+def heads_decide_alone(subject: Subject) -> None:
+    """A head keeps the same without the others: ranks of a server have a part of the heads each."""
+    policy = subject.policy
+    if not policy.heads_alone:
+        raise SkipTest(f"{policy.name} says that it looks at heads together")
+    for eviction in subject.evictions():
+        for view, count, kept in zip(
+            eviction.views,
+            eviction.counts,
+            _positions(eviction.views, eviction.decisions),
+            strict=True,
+        ):
+            for head in range(view.shape[1]):
+                part = of_head(view, head)
+                own = dataclasses.replace(count, per_head=count.per_head[:, head : head + 1])
+                alone = _positions([part], _decide(policy, [part], [own]))[0]
+                require(
+                    alone == [row[head : head + 1] for row in kept],
+                    f"KV head {head} keeps other entries alone than beside the others: let the property "
+                    "heads_alone say so",
+                )
+
+
 CHECKS: tuple[Callable[[Subject], None], ...] = (
     documented,
     frozen,
@@ -223,6 +246,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     same_stream_same_decision,
     empty_slots_do_not_count,
     heads_are_alike,
+    heads_decide_alone,
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.core.random import RandomStream
 from kvkeep.core.view import PER_ENTRY, LayerView, QueryMoments
 
 
@@ -90,3 +91,28 @@ def flipped(view: LayerView) -> LayerView:
         name: flip(getattr(view, name)) for name in ("keys", "values", "positions", "valid", "protected")
     }
     return replace(view, **turned, recorded=recorded)
+
+
+def of_head(view: LayerView, head: int) -> LayerView:
+    """The view of one KV head, as a rank sees it that has no other."""
+    kv_heads = view.shape[1]
+
+    def part(tensor: Tensor, dim: int = 1) -> Tensor:
+        group = tensor.shape[dim] // kv_heads
+        return tensor.narrow(dim, head * group, group)
+
+    recorded: dict[str, Any] = {}
+    for name, value in view.recorded.items():
+        if name == "queries" or name in PER_ENTRY:
+            value = part(value)
+        elif isinstance(value, QueryMoments):
+            value = QueryMoments(part(value.mean), part(value.covariance))
+        elif isinstance(value, RandomStream):
+            value = replace(value, first_head=head)
+        elif name == "calibration":
+            value = replace(value, mean=part(value.mean, 0), magnitude=part(value.magnitude, 0))
+        recorded[name] = value
+    own: dict[str, Any] = {
+        name: part(getattr(view, name)) for name in ("keys", "values", "positions", "valid", "protected")
+    }
+    return replace(view, **own, recorded=recorded)
