@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from kvkeep.core.errors import ScoreError
 from kvkeep.core.policy import Policy
 from kvkeep.engine.spec import model_spec
 from kvkeep.serving.by_head import HeadCalls
 from kvkeep.serving.compaction import Compaction
+from kvkeep.serving.contained import CONTAINED
 from kvkeep.serving.deployment import Deployment, queries_per_block
 from kvkeep.serving.heads import EqualHeads, UnequalHeads
 from kvkeep.serving.layout import Layout
@@ -58,16 +60,25 @@ class Row:
     queries: list[Tensor] = field(default_factory=list)  # [heads, dim]
     held: list[list[int]] = field(default_factory=lambda: [[] for _ in range(KV_HEADS)])
     evictions: int = 0
+    name: int = 0
+    broken: int = -1  # a token whose key is no number
 
     def read(self) -> None:
         """A new token."""
         for tokens, heads in ((self.keys, KV_HEADS), (self.values, KV_HEADS), (self.queries, HEADS)):
             tokens.append(torch.randn(heads, DIM))
+        if len(self.keys) == self.broken + 1:
+            self.keys[-1][0] = float("nan")
         for head in self.held:
             head.append(len(self.keys) - 1)
 
     def evict(self, policy: Policy, limit: int, statistics: Any, rope: Any) -> None:
         """One eviction, by a view built from scratch."""
+        if any(self.broken in head[: -policy.recent] for head in self.held):
+            sinks = policy.sinks
+            self.held = [head[:sinks] + head[sinks - limit :] for head in self.held]
+            self.evictions += 1
+            return
         lengths = [len(head) for head in self.held]
         every, longest = torch.arange(KV_HEADS)[:, None], max(lengths)
         positions = torch.tensor([head + [0] * (longest - len(head)) for head in self.held])
@@ -90,7 +101,7 @@ class Row:
             prompt_lens=[limit - BUDGET],
             layer=LAYER,
             run_seed=SEED,
-            sequence_ids=[0],
+            sequence_ids=[self.name],
             evictions=[self.evictions],
             **recorded,
         )
@@ -140,7 +151,9 @@ class Worker:
         for one in self.planner.plan(starts, np.array(counts), table):
             pick = torch.arange(len(keys)) if one.tokens is None else one.tokens
             if one.cuts is not None:
-                self.compaction.evict(one.cuts)
+                owners = {row.blocks[self.schedule.side_blocks]: row.name for row in rows}
+                names = [owners[block] for block in one.cuts.blocks[:, 0].tolist()]
+                self.compaction.evict(replace(one.cuts, names=torch.tensor(names)))
             self.write(one, keys[pick], values[pick])
             if one.record is not None:
                 tokens, blocks, places = one.record
@@ -171,12 +184,15 @@ def check(worker: Worker, row: Row) -> None:
     assert counts == [len(positions) for positions in row.held]
     for head, positions in enumerate(row.held):
         count = counts[head]
-        slots = torch.cat([keys[head, :count], values[head, :count]], -1)
-        wanted = torch.stack([torch.cat([row.keys[at][head], row.values[at][head]]) for at in positions])
+        slots = torch.cat([keys[head, :count], values[head, :count]], -1).nan_to_num(1e9)
+        found = [torch.cat([row.keys[at][head], row.values[at][head]]) for at in positions]
+        wanted = torch.stack(found).nan_to_num(1e9)
         assert sorted(map(tuple, slots.tolist())) == sorted(map(tuple, wanted.tolist()))
 
 
-def run(name: str, prompt: PromptHandling, order: str = "plain", **options: Any) -> list[Row]:
+def run(
+    name: str, prompt: PromptHandling, order: str = "plain", *, broken: int = -1, **options: Any
+) -> list[Row]:
     """Three requests of different lengths, in chunks and single tokens, checked after each step."""
     settings = Settings(
         policy=name,
@@ -202,9 +218,10 @@ def run(name: str, prompt: PromptHandling, order: str = "plain", **options: Any)
     worker = Worker(policy, schedule, order, statistics, rope)
     free = iter((torch.randperm(79) + 1).tolist())
     rows = [
-        Row(prompt=length, blocks=[next(free) for _ in range(schedule.blocks(length))])
+        Row(prompt=length, blocks=[next(free) for _ in range(schedule.blocks(length))], name=7 * length)
         for length in (50, 3, 21)
     ]
+    rows[1].broken = broken
     for counts in ([17, 3, 21], [13, 1, 1], [20, 1, 1], *([[1, 1, 1]] * 24), [30, 30, 25]):
         for row, count in zip(rows, counts, strict=True):
             limit, first = schedule.kept(row.prompt), schedule.first(row.prompt)
@@ -235,3 +252,26 @@ def test_slots_hold_what_the_policy_kept(name: str, prompt: PromptHandling) -> N
 def test_slots_hold_what_the_policy_kept_in_any_layout(order: str) -> None:
     """On another instruction set keys would be moved in pieces."""
     run("vase-attnv", "kept", order)
+
+
+@pytest.mark.parametrize("name", ["key-norm", "vase-dkv", "snapkv"])
+def test_a_request_that_cannot_be_judged_stands_alone(name: str) -> None:
+    """One client's broken text would end the engine, and everybody's requests."""
+    before = CONTAINED.evictions
+    rows = run(name, "chunk", broken=6, **POLICIES[name])
+    assert min(row.evictions for row in rows) >= 2
+    assert CONTAINED.evictions > before
+
+
+def test_a_request_that_cannot_be_judged_among_heads_of_different_length() -> None:
+    """Its pages would be shared out by numbers that are none."""
+    before = CONTAINED.evictions
+    run("key-norm + adaptive-heads", "chunk", broken=6)
+    assert CONTAINED.evictions > before
+
+
+def test_scores_of_the_wrong_shape_stop_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that is broken for everybody would be replaced by another one in silence."""
+    monkeypatch.setattr("kvkeep.policies.key_norm.KeyNorm.score", lambda self, view: torch.zeros(1))
+    with pytest.raises(ScoreError, match="scores of shape"):
+        run("key-norm", "chunk")

@@ -112,3 +112,26 @@ def test_a_policy_that_is_served(name: str, prompt: Any) -> None:
     policy = Settings(policy=name, budget=96, buffer=32, prompt=prompt).make_policy()
     spec = model_spec(AutoConfig.from_pretrained(shipped_model("trace-1")))
     assert policy_reasons(policy, spec, config([]), None) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("tova", 2, "looks at all heads of a layer together, and each of 2 tensor-parallel ranks"),
+        ("tova + sample", 2, "looks at all heads of a layer together"),
+        ("snapkv + adaptive-heads", 2, "looks at all heads of a layer together"),
+        ("snapkv", 4, "4 tensor-parallel ranks share 2 KV heads: use --tensor-parallel-size of at most 2"),
+        ("snapkv", 2, ""),
+        ("vase-attnv", 2, ""),
+        ("keydiff + sample + reserve", 2, ""),
+        ("key-norm", 4, ""),
+    ],
+)
+def test_heads_on_several_ranks(name: str, ranks: int, words: str) -> None:
+    """Every rank would decide by its own heads, and call that by the policy's name."""
+    policy = Settings(policy=name, budget=96, buffer=32).make_policy()
+    spec = model_spec(AutoConfig.from_pretrained(shipped_model("trace-1")))  # two KV heads
+    several = config([("parallel_config", "tensor_parallel_size", ranks, "")])
+    reasons = policy_reasons(policy, spec, several, None)
+    assert len(reasons) == bool(words)
+    assert all(words in reason for reason in reasons)

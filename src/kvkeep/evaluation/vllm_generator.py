@@ -27,8 +27,8 @@ class VllmGenerator:
     """A model that vLLM serves under a policy of the plug-in; the engine starts when the run begins.
 
     Prompts, end tokens and random numbers of sampling are those of
-    :class:`~kvkeep.evaluation.generator.ModelGenerator`. Two things are not: all requests share one stream
-    for what a policy draws, and a prompt that stays on top of the budget is rounded up to whole blocks.
+    :class:`~kvkeep.evaluation.generator.ModelGenerator`, and so is what a policy draws. One thing is not: a
+    prompt that stays on top of the budget is rounded up to whole blocks.
 
     Parameters
     ----------
@@ -92,8 +92,7 @@ class VllmGenerator:
 
     @property
     def random(self) -> bool:
-        # The worker does not know whose sample it evicts from: a random policy repeats itself in every draw.
-        return not self.sampling.greedy
+        return not self.sampling.greedy or self.policy.traits.random
 
     def count_tokens(self, text: str) -> int:
         return len(encode(text, self.template, self.tokenizer))

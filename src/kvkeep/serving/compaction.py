@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.core.decision import KeepCounts
+from kvkeep.core.errors import NotANumberError
 from kvkeep.core.random import RandomStream
 from kvkeep.core.view import protected_mask
 from kvkeep.engine.viewing import StoredView
+from kvkeep.serving.contained import CONTAINED, newest
 from kvkeep.serving.deployment import Deployment
 from kvkeep.serving.heads import EqualHeads, Heads, UnequalHeads
 from kvkeep.serving.pages import LayerPages, OrderedPages
@@ -39,6 +41,8 @@ class Cuts:
         All rows hold equally many.
     ring_blocks, ring_places
         int64 ``[rows, window]``: where the newest queries are, oldest first; ``None`` if none are recorded.
+    names
+        int64 ``[rows]``: whose the rows are, for random numbers; ``None``: nobody said, and all are 0.
     """
 
     blocks: Tensor
@@ -53,6 +57,18 @@ class Cuts:
     even: bool
     ring_blocks: Tensor | None = None
     ring_places: Tensor | None = None
+    names: Tensor | None = None
+
+    def alone(self, row: int) -> Cuts:
+        """One of the rows; waits for the device."""
+        own = slice(row, row + 1)
+        tensors = {
+            each.name: value[own]
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor)
+        }
+        held, kept = int(self.held[row]), int(self.kept[row])
+        return replace(self, **tensors, entries=held, largest=kept, moves=held - kept, even=True)
 
 
 class Compaction:
@@ -85,6 +101,8 @@ class Compaction:
     def evict(self, cuts: Cuts) -> int:
         """Carry out one eviction of every row of ``cuts``; the most entries that a head held before it.
 
+        A row whose scores are no numbers keeps its newest entries (:mod:`kvkeep.serving.contained`).
+
         Raises
         ------
         CacheIntegrityError
@@ -101,7 +119,14 @@ class Compaction:
         order = positions.masked_fill(~valid, _LATE).argsort(-1)[..., :entries]
         view = self._view(cuts, table, positions.gather(-1, order), valid.gather(-1, order), order)
         per_head = cuts.kept[:, None].expand(-1, self._pages.kv_heads)
-        (decision,) = self._policy.decide([view], [KeepCounts(per_head, cuts.largest)])
+        counts = KeepCounts(per_head, cuts.largest)
+        try:
+            (decision,) = self._policy.decide([view], [counts])
+        except NotANumberError as error:
+            if (rows := len(cuts.seen)) > 1:  # nothing has been moved yet: every row for itself
+                return max(self.evict(cuts.alone(row)) for row in range(rows))
+            CONTAINED.note(error)
+            decision = newest(self._policy, view, counts)
         keep = torch.zeros(*valid.shape[:2], valid.shape[2] + 1, dtype=torch.bool, device=valid.device)
         chosen = torch.arange(decision.max_kept, device=valid.device) < decision.lengths[..., None]
         places = order.gather(-1, decision.indices.clamp(max=entries - 1))
@@ -133,12 +158,12 @@ class Compaction:
         if traits.rope:
             recorded["rope"] = deployment.rope
         if traits.random:
-            # The worker does not know who a request is: all draw from the stream of sequence 0.
             recorded["random"] = RandomStream.derive(
                 seed=deployment.settings.seed,
-                sequence_ids=torch.zeros_like(cuts.seen),
+                sequence_ids=torch.zeros_like(cuts.seen) if cuts.names is None else cuts.names,
                 layer=self._layer,
                 evictions=cuts.evictions,
+                first_head=deployment.first_head,
             )
         return StoredView(
             store=OrderedPages(self._pages, table, order),

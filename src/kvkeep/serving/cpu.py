@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from kvkeep.serving.attention import BoundedImpl
 from kvkeep.serving.bounded import BoundedBackend, BoundedBuilder, narrowed
+from kvkeep.serving.naming import NamedBuilder
 
 
 class BoundedCPUImpl(BoundedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -20,7 +21,7 @@ class BoundedCPUImpl(BoundedImpl, CPUAttentionBackendImpl):  # type: ignore[misc
     serves_ragged = True
 
 
-class BoundedCPUBuilder(BoundedBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
+class BoundedCPUBuilder(NamedBuilder, BoundedBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """What the CPU attention prepares once a step."""
 
     def by_head(self) -> Any:

@@ -34,13 +34,14 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvkeep.serving.attention import BoundedImpl
 from kvkeep.serving.bounded import ENGINE, BoundedBackend, BoundedBuilder
+from kvkeep.serving.naming import NamedBuilder
 
 
 class BoundedFlashImpl(BoundedImpl, FlashAttentionImpl):  # type: ignore[misc]
     """FlashAttention of a layer."""
 
 
-class BoundedFlashBuilder(BoundedBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
+class BoundedFlashBuilder(NamedBuilder, BoundedBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """What FlashAttention prepares once a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from kvkeep.core.policy import Policy
 from kvkeep.core.spec import ModelSpec
 from kvkeep.core.view import Rope
 from kvkeep.engine.spec import model_spec
+from kvkeep.serving.ranks import Rank
 from kvkeep.serving.refusals import config_reasons, policy_reasons, version_reasons
 from kvkeep.serving.rotary import rope_of_config
 from kvkeep.serving.schedule import PromptHandling, Schedule
@@ -32,7 +33,9 @@ class Deployment:
     settings, policy, model
         As configured.
     rope, statistics
-        Where the policy's traits ask for them; statistics by layer.
+        Where the policy's traits ask for them; statistics by layer, of this rank's query heads.
+    first_head
+        Of the layer's KV heads, the first that this rank has.
     """
 
     settings: Settings
@@ -40,6 +43,7 @@ class Deployment:
     model: ModelSpec
     rope: Rope | None = None
     statistics: Mapping[int, Any] = field(default_factory=dict, repr=False)
+    first_head: int = 0
 
     @classmethod
     def of(cls, config: VllmConfig) -> Deployment | None:
@@ -83,8 +87,16 @@ class Deployment:
                 reasons += statistics.check(spec, rope)
         if reasons or spec is None:
             raise UnsupportedError(f"kvkeep cannot serve {policy.name} in this configuration", reasons)
+        rank = Rank.here()
         layers = statistics.layers if policy.traits.calibration and statistics is not None else {}
-        return cls(settings=settings, policy=policy, model=spec, rope=rope, statistics=layers)
+        return cls(
+            settings=settings,
+            policy=policy,
+            model=spec,
+            rope=rope,
+            statistics=rank.own(layers),
+            first_head=rank.first_head(spec.kv_heads),
+        )
 
     @property
     def prompt(self) -> PromptHandling:

@@ -69,6 +69,7 @@ def arguments_of(policy: Policy, dtype: str, max_len: int | None, setting: dict[
     """
     from vllm.platforms import current_platform
 
+    from kvkeep.serving.names import LISTENER
     from kvkeep.serving.sampler import NAME
 
     arguments: dict[str, Any] = {
@@ -79,8 +80,8 @@ def arguments_of(policy: Policy, dtype: str, max_len: int | None, setting: dict[
         # A sample must depend on its own prompt alone, and a step in flight is one that nobody asked for.
         "enable_prefix_caching": False,
         "async_scheduling": False,
-        "logits_processors": [NAME],
-        "worker_extension_cls": "kvkeep.serving.ledger.LedgerReader",
+        "logits_processors": [NAME, *([LISTENER] if policy.traits.random else [])],
+        "worker_extension_cls": "kvkeep.serving.contained.WorkerReader",
         "additional_config": setting,
         "disable_log_stats": True,
     }

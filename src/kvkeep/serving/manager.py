@@ -55,10 +55,15 @@ class BoundedManager(FullAttentionManager):  # type: ignore[misc]
         self, request_id: str, num_tokens: int, *args: Any, apply_admission_cap: bool = False, **kwargs: Any
     ) -> int:
         """Blocks that are missing; on admission, all that the request will ever want."""
-        if apply_admission_cap:
-            want = self.schedule.blocks(self._prompts.get(request_id, num_tokens))
-        else:
+        if not apply_admission_cap:
             want = self._owned(request_id, num_tokens)
+        elif self.schedule.prompt == "chunk":
+            want = self.schedule.blocks(num_tokens)
+        else:
+            # vLLM asks before it says where the prompt ends, and a request that goes on after a preemption
+            # brings its answer along: counted as prompt, it would wait for more blocks than it needs. The
+            # next question comes before any block is given, and there all blocks are asked for.
+            return 0
         return max(0, want - len(self.req_to_blocks.get(request_id, ())))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:

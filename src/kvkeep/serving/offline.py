@@ -14,11 +14,13 @@ from typing import Any
 from kvkeep.core.errors import (
     CacheIntegrityError,
     KvkeepError,
+    ScoreError,
     UnsupportedError,
 )
 from kvkeep.core.policy import Policy
 from kvkeep.engine.drawing import Draw
 from kvkeep.serving.account import Account, require_agreement
+from kvkeep.serving.contained import CONTAINED
 from kvkeep.serving.launching import arguments_of, own_settings_left_alone, prepare
 from kvkeep.serving.ledger import LEDGER
 from kvkeep.serving.refusals import NO_SELECTORS
@@ -113,6 +115,7 @@ class OfflineEngine:
 
         setting = {KEY: spelled(policy, calibration=calibration)} if policy.bounded else {}
         LEDGER.open(None)  # an engine before this one, in this process, may have left its counts
+        CONTAINED.evictions = 0
         arguments = arguments_of(policy, dtype, max_len, setting) | given
         try:
             self._llm: Any = LLM(model=model, **arguments)
@@ -144,6 +147,8 @@ class OfflineEngine:
         ------
         CacheIntegrityError
             If the workers counted something else than the lengths of the answers say.
+        ScoreError
+            If a policy's scores were no numbers: a server goes on without them, a measurement does not.
         """
         from kvkeep.serving.sampler import drawn
 
@@ -168,6 +173,12 @@ class OfflineEngine:
         ]
         if self.schedule is not None:
             require_agreement(self._measured(), [answer.account for answer in answers])
+            if any(self._llm.collective_rpc("kvkeep_contained")):
+                raise ScoreError(
+                    "the policy's scores of a request were NaN, and its newest entries were kept instead "
+                    "(the log names layer and policy): nothing of this batch is used. Try float32, or "
+                    "another policy."
+                )
         return answers
 
     def close(self) -> None:

@@ -142,6 +142,20 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
             f"{policy.name} needs calibration statistics of this model: run `kvkeep calibrate`, and set "
             '"calibration": "FILE"'
         )
-    if traits.calibration and config.parallel_config.tensor_parallel_size > 1:
-        reasons.append("calibration statistics are not split over tensor-parallel ranks yet: use one rank")
-    return reasons
+    return reasons + _rank_reasons(policy, spec, config.parallel_config.tensor_parallel_size)
+
+
+def _rank_reasons(policy: Policy, spec: ModelSpec, ranks: int) -> list[str]:
+    """Objections to heads that are spread over tensor-parallel ranks, each of which sees only its own."""
+    traits = policy.traits
+    if ranks > 1 and not policy.heads_alone:
+        return [
+            f"{policy.name} looks at all heads of a layer together, and each of {ranks} tensor-parallel "
+            "ranks has only some: use --tensor-parallel-size 1, or a policy whose heads decide alone"
+        ]
+    if ranks > spec.kv_heads and (traits.queries or traits.calibration):
+        return [
+            f"{policy.name} scores a KV head by all of its query heads, and {ranks} tensor-parallel ranks "
+            f"share {spec.kv_heads} KV heads: use --tensor-parallel-size of at most {spec.kv_heads}"
+        ]
+    return []

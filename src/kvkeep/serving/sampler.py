@@ -17,13 +17,14 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from kvkeep.core.errors import ConfigError
 from kvkeep.engine.drawing import Draw
+from kvkeep.serving.names import FIELD
 
 NAME = f"{__name__}:DrawnTokens"
 _KEY = "kvkeep_draw"
 
 
 def drawn(draw: Draw, sequence_id: int, **params: Any) -> SamplingParams:
-    """Parameters of a request whose tokens are drawn here; needs ``logits_processors=[NAME]``.
+    """Parameters of a named request whose tokens are drawn here; needs ``logits_processors=[NAME]``.
 
     Parameters
     ----------
@@ -34,8 +35,10 @@ def drawn(draw: Draw, sequence_id: int, **params: Any) -> SamplingParams:
     params
         What else ``SamplingParams`` takes.
     """
-    given = {_KEY: [sequence_id, draw.temperature, draw.top_p, draw.top_k]}
-    return SamplingParams(temperature=0.0, extra_args=given if draw.temperature else None, **params)
+    given: dict[str, Any] = {FIELD: sequence_id}
+    if draw.temperature:
+        given[_KEY] = [sequence_id, draw.temperature, draw.top_p, draw.top_k]
+    return SamplingParams(temperature=0.0, extra_args=given, **params)
 
 
 class DrawnTokens(LogitsProcessor):  # type: ignore[misc]

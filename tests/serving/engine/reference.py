@@ -59,7 +59,7 @@ def read(model: Any, policy: Policy | None, answer: Answer, calibration: Any = N
     if policy is None:
         logits, held = model(input_ids=tokens).logits[0], []
     else:
-        cache = RetentionCache(model, policy, sequence_ids=[0], calibration=calibration)
+        cache = RetentionCache(model, policy, sequence_ids=[answer.name], calibration=calibration)
         name, begin, parts = cache_argument(model), 0, []
         for end in _pieces(policy, len(answer.prompt), tokens.shape[1]):
             parts.append(model(input_ids=tokens[:, begin:end], **{name: cache}).logits[0])

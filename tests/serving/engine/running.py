@@ -6,11 +6,13 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from kvkeep.serving.names import LISTENER, name_of
 from kvkeep.testbed.shipped import shipped_model
 
 MODEL = str(shipped_model("trace-1"))
@@ -49,6 +51,11 @@ class Answer:
     held: Positions = field(default_factory=list)
     aborted: bool = False
 
+    @property
+    def name(self) -> int:
+        """Of the request, for a policy's draws, if its parameters give it none."""
+        return name_of(SimpleNamespace(extra_args=None, seed=None), self.prompt)
+
 
 class Running:
     """An engine that runs.
@@ -75,6 +82,7 @@ class Running:
         watch: Callable[[int, dict[str, Answer]], Sequence[str]] | None = None,
         steps: int | None = None,
         look: bool = False,
+        lora: Any = None,
         **sampling: Any,
     ) -> list[Answer]:
         """Put requests in together and run them.
@@ -90,6 +98,8 @@ class Running:
             Stop after so many steps and abort the rest.
         look
             Read what the cache holds when a request ends.
+        lora
+            Adapter that all of them ask for.
         """
         from vllm import SamplingParams
 
@@ -103,7 +113,9 @@ class Running:
                 ignore_eos=True,
                 detokenize=False,
             )
-            inside[name] = self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+            inside[name] = self.engine.add_request(
+                name, {"prompt_token_ids": list(prompt)}, params, lora_request=lora
+            )
             answers[name] = Answer(list(prompt))
         open_ = dict(answers)
         step = 0
@@ -173,6 +185,7 @@ def engine(setting: dict[str, Any] | None, *, blocks: int | None = None, **optio
     from vllm import LLM
 
     given: dict[str, Any] = {"max_model_len": 1024, "block_size": 32, "max_num_seqs": 32, "model": MODEL}
+    given |= {"skip_tokenizer_init": True, "logits_processors": [LISTENER]}
     if blocks is not None:
         given["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block
     llm = LLM(
@@ -180,7 +193,6 @@ def engine(setting: dict[str, Any] | None, *, blocks: int | None = None, **optio
         dtype="float32",
         enforce_eager=True,
         distributed_executor_backend="uni",
-        skip_tokenizer_init=True,
         seed=0,
         disable_log_stats=False,
         additional_config={"kvkeep": setting} if setting else {},

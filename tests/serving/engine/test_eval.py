@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 vllm = pytest.importorskip("vllm", reason="runs in the environment of `make test-vllm`")
@@ -25,6 +26,7 @@ VLLM = ("--engine", "vllm")
 AMPLE = ("--policy", "snapkv", "--budget", "800", "--prompt-mode", "counts", "--temperature", "0")
 # Both engines evict at the same steps here.
 TIGHT = ("--policy", "keydiff", "--budget", "160", "--prompt-mode", "counts", "--prefill", "defer")
+DRAWING = ("--policy", "vase-attnv", *TIGHT[2:])
 
 Answer = Callable[..., Run]
 
@@ -83,6 +85,29 @@ def test_drawn_answers_under_evictions_are_nearly_all_the_same(answer: Answer) -
         if ours.key in same:
             assert ours.mean_cache == pytest.approx(theirs.mean_cache)
             assert ours.peak_cache == theirs.peak_cache
+
+
+def test_a_policy_that_draws_draws_the_same_for_each_sample(
+    answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All samples of vLLM would keep the same places, and two draws of a problem would fail together."""
+    one, other = answer(*DRAWING), answer(*DRAWING, *VLLM)
+    assert min(sample.extra["evictions"] for sample in other.samples) >= 1
+    assert sum(texts(other)[key] == text for key, text in texts(one).items()) >= 17
+    monkeypatch.setattr("kvkeep.serving.listening.name_of", lambda params, prompt: 0)
+    nameless = answer(*DRAWING, *VLLM, "--seed", "0")  # the default, so that it runs again
+    assert sum(texts(nameless)[key] == text for key, text in texts(one).items()) < 17
+
+
+def test_a_measurement_of_another_policy_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server goes on with the newest entries; a table would name them after the policy."""
+    monkeypatch.setattr(
+        "kvkeep.policies.keydiff.KeyDiff.score",
+        lambda self, view: torch.full(view.shape, float("nan")),
+    )
+    done = CliRunner().invoke(app, [*COMMON, *TIGHT, *VLLM, "--out", str(tmp_path / "run")])
+    assert done.exit_code != 0
+    assert "nothing of this batch is used" in str(done.exception) + done.output
 
 
 def test_the_header_says_who_wrote(answer: Answer, tmp_path: Path) -> None:
