@@ -8,19 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quantized_arms import BOUNDED, NEEDLE, PLAIN, STOCK, UNBOUNDED, Arm, few_bytes, trace_arms
+from page_tables import rows
+from quantized_arms import BOUNDED, NEEDLE, PLAIN, STOCK, UNBOUNDED, Arm, few_bytes
+from quantized_reasoner import headers, reasoner_part
 from scipy import stats
-
-from kvkeep.evaluation.comparison import compare
-from kvkeep.evaluation.records import Run
-from kvkeep.evaluation.runlog import read_run
-from kvkeep.evaluation.statistics.accuracy import accuracy
-from kvkeep.evaluation.statistics.correction import corrected
-from kvkeep.evaluation.statistics.problem_means import ProblemMeans, problem_means
-
-TABLE = "|---"
-#: Arms of the reasoner that the protected ones are compared with.
-BASES = ("full, 2 bits, none", "full, 2 bits, random", "full, 4 bits, none")
 
 
 def mean_interval(values: Sequence[float]) -> str:
@@ -28,12 +19,6 @@ def mean_interval(values: Sequence[float]) -> str:
     found = np.asarray(values)
     half = stats.t.ppf(0.975, len(found) - 1) * found.std(ddof=1) / len(found) ** 0.5
     return f"{found.mean():+.4f} [{found.mean() - half:+.4f}, {found.mean() + half:+.4f}]"
-
-
-def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """A table."""
-    lines = ["| " + " | ".join(head) + " |", TABLE * len(head) + "|"]
-    return [*lines, *("| " + " | ".join(line) + " |" for line in body), ""]
 
 
 # -- output of attention ----------------------------------------------------------------------------------
@@ -156,15 +141,23 @@ def _text_rows(
     return ("arm", "entries", "bytes per head", "more than full", *bases), body
 
 
-# -- needles and the reasoner -----------------------------------------------------------------------------
+# -- needles ----------------------------------------------------------------------------------------------
+
+
+def _needles(runs: Path) -> Path:
+    """The log with most needles."""
+    return max(runs.glob("needle*.jsonl"), key=lambda path: len(path.read_text().splitlines()))
 
 
 def needle_part(runs: Path) -> list[str]:
     """Needles found, and nats per digit."""
-    found = [json.loads(line) for line in (runs / "needle.jsonl").read_text().splitlines()]
-    head = json.loads((runs / "needle.header.json").read_text())
+    log = _needles(runs)
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    head = json.loads(log.with_suffix(".header.json").read_text())
     body = []
     for name, arm in NEEDLE.items():
+        if name not in found[0]["arms"]:
+            continue
         each = [row["arms"][name] for row in found]
         right = sum(one["correct"] for one in each)
         low, high = stats.binomtest(right, len(each)).proportion_ci(method="wilson")
@@ -210,74 +203,6 @@ def _against(arm: Arm, name: str, base: str, found: Sequence[dict[str, Any]]) ->
     return mean_interval([mine - theirs for mine, theirs in cost])
 
 
-def _share(means: ProblemMeans) -> str:
-    found = accuracy(means)
-    low, high = found.interval
-    return f"{100 * found.estimate:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def trace_part(runs: Path) -> list[str]:
-    """Scores of the reasoner, paired with its full cache and with random protection."""
-    done: dict[str, Run] = {}
-    for name in trace_arms():
-        folder = runs / "trace" / name.replace(", ", "-").replace(" ", "-")
-        if (folder / "done").exists():
-            done[name] = read_run(folder)
-    tests = {}
-    for name in done:
-        for base in BASES:
-            rule = name.rpartition(", ")[2]
-            protected = "2 bits" in name and rule != "none" and (rule != "random" or base != BASES[1])
-            if base in done and protected:
-                tests[name, base] = compare(
-                    done[base], done[name], metric="score", allow=["cache", "versions"]
-                ).difference
-    adjusted = corrected({key: one.p for key, one in tests.items()}, "holm")
-
-    def cell(name: str, base: str) -> str:
-        if (name, base) not in tests:
-            return "–"
-        one = tests[name, base]
-        low, high = one.interval
-        p = adjusted[name, base]
-        return f"{100 * one.estimate:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}], p {p:.4f}"
-
-    body = [
-        [
-            name,
-            f"{run.mean_cache:.0f}",
-            f"{trace_arms()[name].bytes_at(run.mean_cache):,.0f}",
-            _share(problem_means(run.samples, "score")),
-            _share(problem_means(run.samples, "accuracy")),
-            *(cell(name, base) for base in BASES),
-        ]
-        for name, run in done.items()
-    ]
-    header = next(iter(done.values())).header
-    return [
-        "## The built-in reasoner",
-        "",
-        f"`trace` (size S), {header.model}, {header.problems} dev problems, greedy, everything stays, "
-        "buffer 16. Protected arms keep 4 sinks, the newest 16 and a reserve of 16. Differences are "
-        f"paired by problem, p corrected by Holm over {len(tests)} comparisons. `bytes per head` "
-        "at the mean cache.",
-        "",
-        *rows(
-            (
-                "arm",
-                "mean cache",
-                "bytes per head",
-                "score",
-                "all parts right",
-                "score against none",
-                "score against random",
-                "score against 4 bits for all",
-            ),
-            body,
-        ),
-    ]
-
-
 def page(runs: Path, out: Path) -> None:
     """Write the page, and the headers of its runs beside it."""
     error = json.loads((runs / "error.json").read_text())
@@ -292,7 +217,7 @@ def page(runs: Path, out: Path) -> None:
         "",
     ]
     for part in (lambda: error_part(error), lambda: text_part(runs), lambda: needle_part(runs),
-                 lambda: trace_part(runs)):  # fmt: skip
+                 lambda: reasoner_part(runs)):  # fmt: skip
         lines += part()
     lines += Path(__file__).with_suffix(".md").read_text().splitlines()
     out.write_text("\n".join(lines).rstrip() + "\n")
@@ -301,9 +226,8 @@ def page(runs: Path, out: Path) -> None:
         {key: value for key, value in json.loads(path.read_text()).items() if key != "scores"}
         for path in sorted((runs / "text").glob("*.json"))
     ]
-    heads.append(json.loads((runs / "needle.header.json").read_text()))
-    for folder in sorted((runs / "trace").iterdir()):
-        heads.append(read_run(folder).header.as_dict())
+    heads.append(json.loads(_needles(runs).with_suffix(".header.json").read_text()))
+    heads += [header.as_dict() for header in headers(runs)]
     text = "".join(json.dumps(head) + "\n" for head in heads)
     # Folders of the machine that ran it tell a reader nothing.
     text = re.sub(r'"(?:/[^"/]+)+/([^"/]+)"', r'"\1"', text)

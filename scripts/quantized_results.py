@@ -26,10 +26,10 @@ from quantized_arms import (
     STOCK,
     UNBOUNDED,
     Arm,
-    trace_arms,
 )
 from quantized_error import output_errors
 from quantized_page import page
+from quantized_reasoner import run_reasoner
 from smollm2_results import CHUNK, encode, needles, note, write
 
 import kvkeep
@@ -42,7 +42,6 @@ from kvkeep.evaluation.jobs import Job
 from kvkeep.evaluation.likelihood import read_windows
 from kvkeep.evaluation.probing import probe
 from kvkeep.evaluation.shared_reading import SharedReading
-from kvkeep.policies.compose import policy as make_policy
 
 #: Chapters of the Python reference, as in smollm2.md and two more.
 TOPICS = ("specialnames", "compound", "formatstrings", "typesseq", "import", "debugger")
@@ -146,14 +145,19 @@ def run_error(runs: Path, model: str) -> None:
 
 
 def run_needles(runs: Path, model: str, count: int, length: int) -> None:
-    """Each prompt is read once for all arms, and answered by each on its own cache."""
-    log = runs / "needle.jsonl"
+    """Each prompt is read once for all arms, and answered by each on its own cache.
+
+    Depths come in turns of five that span the whole text: a run that is stopped has seen all of it.
+    """
+    log = runs / f"needles-{count}.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     if len(rows) >= count:
         return
     loaded = load(model)
     write(log.with_suffix(".header.json"), json.dumps({**facts(loaded, model), "length": length}))
-    for task, problem in needles(length, count, loaded):
+    found = needles(length, count, loaded)
+    turns = max(1, count // 5)
+    for task, problem in (found[place] for turn in range(turns) for place in range(turn, count, turns)):
         if problem.id in {row["id"] for row in rows}:
             continue
         ids = torch.tensor([encode(loaded, problem.question)])
@@ -165,7 +169,7 @@ def run_needles(runs: Path, model: str, count: int, length: int) -> None:
             for arm in NEEDLE.values()
         ]
         logits = read(loaded.model, SharedReading(caches), ids, torch.ones_like(ids), CHUNK)
-        found = probe(
+        answers = probe(
             loaded.model,
             caches,
             logits,
@@ -174,7 +178,7 @@ def run_needles(runs: Path, model: str, count: int, length: int) -> None:
             end_tokens=end_tokens(loaded.model, loaded.tokenizer),
         )
         arms = {}
-        for arm, one in zip(NEEDLE, found, strict=True):
+        for arm, one in zip(NEEDLE, answers, strict=True):
             text = loaded.tokenizer.decode(one.written, skip_special_tokens=True)
             arms[arm] = {
                 "correct": task.grade(problem, text).answer_class == "correct",
@@ -186,22 +190,6 @@ def run_needles(runs: Path, model: str, count: int, length: int) -> None:
         note(f"needle {len(rows)}/{count}: {sum(one['correct'] for one in arms.values())}/{len(arms)} right")
 
 
-def run_trace(runs: Path, problems: int) -> None:
-    """The built-in reasoner: one `kvkeep eval` an arm."""
-    for name, arm in trace_arms().items():
-        out = runs / "trace" / name.replace(", ", "-").replace(" ", "-")
-        if (out / "done").exists():
-            continue
-        spec = make_policy(arm.name).name if arm.budget is None else arm.name
-        words = ["eval", "--task", "trace(size=S)", "--model", "trace-1", "--policy", spec, "--out", str(out)]
-        words += ["--limit", str(problems), "--batch-size", "100", "--buffer", "16", "--threads", "1"]
-        words += ["--json", "--resume", *arm.flags()]
-        begin = time.monotonic()
-        command(*words)
-        (out / "done").touch()
-        note(f"trace {name}: {time.monotonic() - begin:.0f} s")
-
-
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -210,21 +198,22 @@ def main() -> None:
     parser.add_argument("what", choices=("run", "page"))
     parser.add_argument("--runs", type=Path, default=Path("runs/quantized"))
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--only", nargs="*", choices=("text", "error", "needle", "trace"))
-    parser.add_argument("--needles", type=int, default=10)
+    parser.add_argument("--only", nargs="*", choices=("text", "error", "needle", "reasoner"))
+    parser.add_argument("--arms", nargs="*", default=(), help="of the reasoner: only these")
+    parser.add_argument("--needles", type=int, default=20)
     parser.add_argument("--length", type=int, default=1000, help="tokens of a needle's prompt")
-    parser.add_argument("--problems", type=int, default=100, help="of the reasoner")
+    parser.add_argument("--problems", type=int, default=200, help="of the reasoner")
     parser.add_argument("--out", type=Path, default=Path("docs/results/quantized.md"))
     given = parser.parse_args()
     if given.what == "page":
         page(given.runs, given.out)
         return
-    only = given.only or ("error", "trace", "needle", "text")
+    only = given.only or ("error", "reasoner", "needle", "text")
     for part in only:
         if part == "error":
             run_error(given.runs, given.model)
-        elif part == "trace":
-            run_trace(given.runs, given.problems)
+        elif part == "reasoner":
+            run_reasoner(given.runs, given.problems, given.arms)
         elif part == "needle":
             run_needles(given.runs, given.model, given.needles, given.length)
         else:

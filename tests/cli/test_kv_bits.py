@@ -34,6 +34,13 @@ def test_generate_says_what_is_in_few_bits(run: Run, tiny_folder: Path) -> None:
     assert plain["precision"] == ""
 
 
+def test_first_and_newest_tokens_that_are_spared(run: Run, tiny_folder: Path) -> None:
+    """A flag that was lost on the way would leave the defaults of 4 and the buffer."""
+    common = ("generate", words(40), "--model", tiny_folder, *SHORT, "--max-new-tokens", 40, "--json")
+    trace = facts(run(*common, *BITS, "--kv-sinks", 9, "--kv-recent", 2))["trace"]
+    assert trace["few_bits_entries"] == 24 - (9 + 2 + 4)
+
+
 def test_perplexity_of_the_full_cache_in_few_bits(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
     """The full cache in few bits is compared with the full cache as it is, not with itself."""
     text = tmp_path / "text.txt"
@@ -70,6 +77,8 @@ def test_a_run_log_says_the_precision_and_match_can_use_it(
         (("--protect", "range"), "add --kv-bits 4"),
         (("--kv-prompt", "full"), "--kv-prompt says how entries in few bits are stored"),
         (("--kv-bits", 4, "--kv-group", 8, "--kv-prompt", "full"), "this budget counts the prompt"),
+        (("--kv-sinks", 8), "--kv-sinks says how entries in few bits are stored"),
+        (("--kv-bits", 4, "--kv-group", 8, "--protect", "none", "--kv-sinks", 8), "spares no entry"),
         (("--kv-bits", 3), "use 8, 4 or 2"),
         (("--kv-bits", 4, "--protect", "best"), "unknown protect rule"),
         (("--kv-bits", 4), "which groups of 32 do not fill: use group=16"),

@@ -99,6 +99,25 @@ class Twin:
             )
         return [position, key, value, mark, not full]
 
+    def merge(self) -> None:
+        """New values for some entries, the others' own again: those must not be rounded once more."""
+        rows = sorted(self.random.permutation(self.batch)[: self.random.integers(1, self.batch + 1)].tolist())
+        values = self.store.padded(rows, "values")["values"].clone()
+        for place, row in enumerate(rows):
+            for head, held in enumerate(self.rows[row]):
+                values[place, head, len(held) :] = 7.0  # behind a head's length anything may stand
+                for index, entry in enumerate(held):
+                    if self.random.random() < 0.5:
+                        continue
+                    new = self.random.normal(size=DIM)
+                    values[place, head, index] = torch.from_numpy(new)
+                    low = reference.row(new.tolist(), PRECISION.bits, PRECISION.group)[1]
+                    entry[2] = low if entry[4] else new.tolist()
+        before = self.store.low.padded(None, "values")["values"].clone()
+        self.store.set_values(rows, values)
+        other = [row for row in range(self.batch) if row not in rows]
+        assert torch.equal(self.store.low.padded(None, "values")["values"][other], before[other])
+
     def select(self) -> None:
         index = self.random.integers(0, self.batch, size=int(self.random.integers(1, 4))).tolist()
         self.store.select_rows(index)
@@ -137,13 +156,32 @@ class Twin:
 @pytest.mark.parametrize("kind", ["dense", "paged"])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_store_is_its_twin(kind: str, seed: int) -> None:
-    """Evictions, demotions, promotions, beams in any order: a wrong slot serves another token's value."""
+    """Evictions, demotions, promotions, merges, beams: a wrong slot serves another token's value."""
     twin = Twin(kind, seed)
     twin.append()
-    moves = (twin.append, twin.rearrange, twin.select, twin.add)
+    moves = (twin.append, twin.rearrange, twin.select, twin.add, twin.merge)
     for _ in range(14):
-        moves[int(twin.random.choice(4, p=[0.4, 0.35, 0.1, 0.15]))]()
+        moves[int(twin.random.choice(5, p=[0.35, 0.3, 0.1, 0.1, 0.15]))]()
         twin.check()
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged"])
+def test_values_that_do_not_change_keep_their_bytes(kind: str) -> None:
+    """Rounded anew at every eviction, an entry would wander off, merge or no merge."""
+    store = empty(kind, 1)
+    keys = torch.randn(1, HEADS, 9, DIM, dtype=torch.float64)
+    room(store)(9, 0)
+    marks = {"mark": torch.zeros(1, HEADS, 9)}
+    store.full.append(keys, 3 * keys, torch.arange(9)[None], [9], extras=marks)
+    every = torch.ones(1, HEADS, 9, dtype=torch.bool)
+    store.rearrange([0], every, every & (torch.arange(9) % 3 == 0), room(store))
+    parts = (store.full, store.low)
+    before = [{name: tensor.clone() for name, tensor in part.padded(None).items()} for part in parts]
+    for _ in range(5):
+        store.set_values([0], store.padded([0], "values")["values"])
+    for part, was in zip(parts, before, strict=True):
+        for name, tensor in part.padded(None).items():
+            assert torch.equal(tensor, was[name])
 
 
 def test_an_entry_in_both_parts_is_found() -> None:

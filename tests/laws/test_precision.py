@@ -18,7 +18,7 @@ from kvkeep.core.precision import PROTECT, Precision
 from kvkeep.kernels.few_bits import row_bytes
 from kvkeep.testing import laws
 from kvkeep.testing.models import left_padded, tiny_model, tokens
-from kvkeep.testing.oracle import oracle_gap
+from kvkeep.testing.oracle import oracle_gap, replay
 from kvkeep.testing.subject import Subject
 from kvkeep.testing.watching import WatchedCache, feed
 from tests.reference import few_bits as reference
@@ -96,6 +96,79 @@ def test_conformance(check: Callable[[Subject], None], name: str, store: str) ->
     """Batches, chunks, short prompts, leaks: what every policy promises holds in two precisions, too."""
     try:
         check(Subject.of(POLICIES[name], store=store, precision=some(protect="attention")))
+    except SkipTest as reason:
+        pytest.skip(str(reason))
+
+
+MERGING = [
+    "snapkv + merge",
+    "vase-attnv + cam(window=5)",
+    "snapkv + whole-model + cam",
+    "keydiff + adaptive-heads + merge",
+]
+
+
+@pytest.mark.parametrize("protect", ["range", "random", "none"])
+@pytest.mark.parametrize("text", MERGING)
+def test_merged_values_are_written_down_as_they_were_given(text: str, protect: str, store: str) -> None:
+    """The law of the full cache: kept values replaced by what the policy gave, and rounded once, if low."""
+    policy = kvkeep.policy(text, budget=24, buffer=8)
+    gap = oracle_gap(
+        tiny_model("llama", dtype=torch.float64),
+        policy,
+        prompts=(31, 2, 12),
+        new=45,
+        store=on(policy, store),
+        page_size=5,
+        precision=some(bits=2, protect=protect),
+    )
+    assert gap.largest < TIGHT
+    assert gap.rounded > 100
+    assert gap.evictions > 3
+
+
+@pytest.mark.parametrize("prefill", ["after", "chunk"])
+def test_merges_before_the_first_token_and_between_chunks(prefill: str, store: str) -> None:
+    policy = kvkeep.policy(f"snapkv(prefill={prefill}) + merge", budget=24, buffer=8)
+    gap = oracle_gap(
+        tiny_model("llama", dtype=torch.float64),
+        policy,
+        prompts=(48, 3, 31),
+        new=30,
+        chunk=7 if prefill == "chunk" else None,
+        store=store,
+        page_size=5,
+        precision=some(),
+    )
+    assert gap.largest < TIGHT
+    assert gap.rounded > 100
+
+
+def test_the_oracle_sees_whether_a_merged_value_was_rounded() -> None:
+    """Blind to where values are in few bits, it would agree with a store that never writes them down."""
+    model = tiny_model("llama", dtype=torch.float64)
+    ids = tokens(1, 70)
+    mask, lengths = torch.ones_like(ids), [40, *[1] * 30]
+    cache = WatchedCache(
+        model, kvkeep.policy("snapkv + merge", budget=24, buffer=8), precision=some(2, protect="random")
+    )
+    ours = torch.cat(feed(model, cache, ids, mask, lengths), 1)
+    gaps = []
+    for values in (cache.rounded_values, [{} for _ in lengths]):
+        theirs = replay(
+            model, cache.seen, ids, mask, lengths, cache.replaced, (cache.rounded, values), cache.precision
+        )
+        gaps.append(float((ours - torch.cat(theirs, 1)).abs().max()))
+    assert gaps[0] < TIGHT
+    assert gaps[1] > 1e-4
+
+
+@pytest.mark.parametrize("check", LAWS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("text", MERGING[:2])
+def test_conformance_of_policies_that_merge(check: Callable[[Subject], None], text: str, store: str) -> None:
+    policy = kvkeep.policy(text, budget=24, buffer=8)
+    try:
+        check(Subject.of(policy, store=store, precision=some(protect="attention")))
     except SkipTest as reason:
         pytest.skip(str(reason))
 
@@ -346,8 +419,6 @@ def test_what_cannot_work_is_refused_with_reasons() -> None:
         make(model, bytes_budget, rows=1, precision=some())
     with pytest.raises(UnsupportedError, match="quest reads blocks of entries"):
         make(model, kvkeep.Quest(token_budget=64), precision=some())
-    with pytest.raises(UnsupportedError, match="leave the merging out"):
-        make(model, kvkeep.policy("snapkv + merge", budget=24, buffer=8), precision=some())
     with pytest.raises(UnsupportedError, match="this budget counts the prompt"):
         make(model, policy, precision=some(prompt="full"))
     with pytest.raises(ConfigError, match="say the same thing"):

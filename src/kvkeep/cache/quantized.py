@@ -22,7 +22,7 @@ from kvkeep.cache.paged import PagedStore
 from kvkeep.cache.store import Memory
 from kvkeep.core.arrays import FloatArray, IntArray
 from kvkeep.core.decision import KeepCounts, KeepDecision
-from kvkeep.core.errors import CacheError, CacheIntegrityError
+from kvkeep.core.errors import CacheIntegrityError
 from kvkeep.core.precision import Precision
 from kvkeep.kernels import few_bits
 
@@ -167,14 +167,28 @@ class MixedStore(Generic[Part]):
         self.full.set_newest(name, values)
 
     def set_values(self, rows: Sequence[int], values: Tensor) -> None:
-        """Refused: values in few bits would be rounded anew at every change.
+        """Replace the values of all entries of some rows.
 
-        Raises
-        ------
-        CacheError
-            Always.
+        An entry in few bits is written down again, from the value given, unless it is the value that is
+        read back: what does not change is not rounded twice.
+
+        Parameters
+        ----------
+        values
+            ``[rows, kv_heads, entries, value_dim]``, ascending by position; what lies behind a head's length
+            is ignored.
         """
-        raise CacheError("values of entries in few bits cannot be changed: store them in full precision.")
+        old = self.side_by_side("values", rows)
+        index = self.order(rows)[..., None].expand(-1, -1, -1, old.shape[3])
+        new = old.scatter(2, index, values[:, :, : index.shape[2]])
+        split = _longest(self.low, rows)
+        self.full.set_values(rows, new[:, :, split:])
+        if split:
+            bits, group = self.precision.bits, self.precision.group
+            changed = (new[:, :, :split] != old[:, :, :split]).any(-1, keepdim=True)
+            bytes_now = self.low.padded(rows, "values")["values"]
+            fresh = few_bits.encode(new[:, :, :split], bits, group)
+            self.low.set_values(rows, torch.where(changed, fresh, bytes_now))
 
     # -- moving -----------------------------------------------------------------------------------
 

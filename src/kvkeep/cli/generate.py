@@ -29,6 +29,8 @@ def generate(
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
     kv_prompt: opt.KvPrompt = None,
+    kv_sinks: opt.KvSinks = None,
+    kv_recent: opt.KvRecent = None,
     prefill: opt.Prefill = None,
     prefill_chunk: opt.PrefillChunk = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
@@ -69,7 +71,7 @@ def generate(
         token_budget=token_budget,
     )
     opt.refuse_unused(chosen, amount)
-    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_prompt)
+    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt)
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
 

@@ -42,6 +42,8 @@ def match(
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
     kv_prompt: opt.KvPrompt = None,
+    kv_sinks: opt.KvSinks = None,
+    kv_recent: opt.KvRecent = None,
     prefill: opt.Prefill = None,
     on: Annotated[
         str | None,
@@ -67,8 +69,8 @@ def match(
     from kvkeep.evaluation.runlog import read_run
     from kvkeep.evaluation.tasks.registry import task_class
 
-    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_prompt)
-    if on is not None and on not in get_args(MatchOn):
+    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt)
+    if on not in get_args(MatchOn):
         raise ConfigError(f"--match-on {on!r} is unknown: use {' or '.join(get_args(MatchOn))}.")
     target = read_run(reference)
     few = precision is not None or target.header.precision is not None

@@ -102,6 +102,11 @@ KvPrompt = Annotated[
         help="full: the prompt stays in full precision, on top of --kv-reserve, where --prompt-mode is kept. "
         "few: its entries are like any others [few]."
     ),
+KvSinks = Annotated[
+    int | None, typer.Option(help="First tokens that keep full precision, with --kv-bits [4].")
+]
+KvRecent = Annotated[
+    int | None, typer.Option(help="Newest tokens that keep full precision, with --kv-bits [the buffer].")
 ]
 Gates = Annotated[
     Path | None,
@@ -222,7 +227,13 @@ def refuse_unused(policy: Policy, budget: Budget | None) -> None:
 
 
 def make_precision(
-    bits: int | None, protect: str | None, group: int | None, reserve: int | None, prompt: str | None = None
+    bits: int | None,
+    protect: str | None,
+    group: int | None,
+    reserve: int | None,
+    sinks: int | None,
+    recent: int | None,
+    prompt: str | None = None,
 ) -> Precision | None:
     """What the flags say of few bits; ``None`` if all entries stay in full precision.
 
@@ -233,13 +244,9 @@ def make_precision(
     """
     from kvkeep.core.precision import Precision
 
-    given = {"protect": protect, "group": group, "reserve": reserve, "prompt": prompt}
-    flags = {
-        "protect": "--protect",
-        "group": "--kv-group",
-        "reserve": "--kv-reserve",
-        "prompt": "--kv-prompt",
-    }
+    given: dict[str, Any] = {"protect": protect, "group": group, "reserve": reserve, "sinks": sinks, "recent": recent}
+    given["prompt"] = prompt
+    flags = {name: "--protect" if name == "protect" else f"--kv-{name}" for name in given}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if bits is None:
         for name in chosen:
@@ -247,6 +254,11 @@ def make_precision(
                 f"{flags[name]} says how entries in few bits are stored: add --kv-bits 4 (or 8, 2)."
             )
         return None
+    if protect == "none" and sinks:
+        raise ConfigError(
+            f"--kv-sinks {sinks} would mean nothing beside --protect none, which spares no entry: leave it "
+            "out, or use --protect recent --kv-recent 0 --kv-reserve 0 to spare the first tokens alone."
+        )
     return Precision(bits=bits, **chosen)
 
 

@@ -39,6 +39,8 @@ def perplexity(
     protect: opt.ProtectRule = None,
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
+    kv_sinks: opt.KvSinks = None,
+    kv_recent: opt.KvRecent = None,
     window: Annotated[int, typer.Option(help="Tokens of a window; the rest of a text is left out.")] = 2048,
     chunk: Annotated[
         int | None,
@@ -74,7 +76,7 @@ def perplexity(
         token_budget=token_budget,
     )
     opt.refuse_unused(chosen, amount)
-    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve)
+    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent)
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
     if chunk is None:

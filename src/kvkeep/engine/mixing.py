@@ -68,11 +68,6 @@ def policy_reasons(precision: Precision, policy: Policy) -> list[str]:
             f"{policy.name} reads blocks of entries where they lie in full precision: use full, or a policy "
             "that evicts"
         )
-    if policy.traits.merges:
-        reasons.append(
-            f"{policy.name} changes values of what is kept, and those in few bits would be rounded anew "
-            "at every eviction: leave the merging out"
-        )
     if precision.prompt == "full" and policy.bounded and policy.amount.prompt != "kept":
         reasons.append(
             "a prompt in full precision comes on top of the budget, and this budget counts the prompt: use "

@@ -33,8 +33,10 @@ _NAME = "kvkeep_oracle"
 
 # Visibility of the forward in progress: layer -> bool [batch, heads or kv_heads, queries, columns].
 _visible: ContextVar[dict[int, Tensor]] = ContextVar("visible")
-# Likewise which columns count rounded, bool [batch, kv_heads, columns], and how.
-_rounded: ContextVar[tuple[dict[int, Tensor], Precision | None]] = ContextVar("rounded", default=({}, None))
+# Likewise which columns count rounded, bool [batch, kv_heads, columns], keys and values, and how.
+_rounded: ContextVar[tuple[dict[int, Tensor], dict[int, Tensor], Precision | None]] = ContextVar(
+    "rounded", default=({}, {}, None)
+)
 
 # Changed values of the forward in progress: layer -> which [batch, kv_heads, columns], and their values.
 _changed: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("changed")
@@ -54,7 +56,11 @@ def _attention(
     if module.layer_idx in _changed.get():
         which, values = (each[:, :, : value.shape[2]] for each in _changed.get()[module.layer_idx])
         value = torch.where(which[..., None], values.to(value.dtype), value)
-    key, value = (_as_stored(each.double(), module.layer_idx) for each in (key, value))
+    *layers, precision = _rounded.get()
+    key, value = (
+        _as_stored(each.double(), columns.get(module.layer_idx), precision)
+        for each, columns in zip((key, value), layers, strict=True)
+    )
     q, k, v = query.double(), *(each.repeat_interleave(group, 1) for each in (key, value))
     logits = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
     visible = _visible.get().get(module.layer_idx)
@@ -73,16 +79,15 @@ def _attention(
     return (shares @ v).transpose(1, 2).contiguous().to(query.dtype), None
 
 
-def _as_stored(vectors: Tensor, layer: int) -> Tensor:
+def _as_stored(vectors: Tensor, columns: Tensor | None, precision: Precision | None) -> Tensor:
     """Keys or values ``[batch, kv_heads, columns, dim]``, rounded where the first run had few bits."""
-    layers, precision = _rounded.get()
-    if precision is None or layer not in layers:
+    if precision is None or columns is None:
         return vectors
     groups = vectors.unflatten(-1, (-1, precision.group))
     low = groups.amin(-1, keepdim=True).half().double()
     step = ((groups.amax(-1, keepdim=True) - low) / (2**precision.bits - 1)).half().double()
     codes = ((groups - low) / step.clamp(min=1e-12)).round().clamp(0, 2**precision.bits - 1)
-    return torch.where(layers[layer][..., None], (low + codes * step).flatten(-2), vectors)
+    return torch.where(columns[..., None], (low + codes * step).flatten(-2), vectors)
 
 
 def _mask(**options: Any) -> Tensor | None:
@@ -145,7 +150,7 @@ def replay(
     mask: Tensor,
     lengths: Sequence[int],
     replaced: Sequence[Replaced] = (),
-    rounded: Sequence[dict[int, list[list[Tensor]]]] | None = None,
+    rounded: Sequence[Sequence[dict[int, list[list[Tensor]]]]] = ((), ()),
     precision: Precision | None = None,
 ) -> list[Tensor]:
     """Run a model over the tokens of an earlier run, seeing only what that run could see.
@@ -159,7 +164,7 @@ def replay(
     replaced
         Values that evictions changed, as :class:`WatchedCache` wrote them down.
     rounded, precision
-        What it had in few bits, as :class:`WatchedCache` wrote it down, and how.
+        Keys and values that it had in few bits, as :class:`WatchedCache` wrote them down, and how.
     """
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -171,10 +176,11 @@ def replay(
                 if each.since == forward:
                     _change(changed, each, model, mask)
             values = _changed.set(changed)
-            few = {} if rounded is None else rounded[forward]
-            coarse = _rounded.set(
-                ({layer: _columns(found, mask, end) for layer, found in few.items()}, precision)
+            keys, values_too = (
+                {layer: _columns(found, mask, end) for layer, found in each[forward].items()} if each else {}
+                for each in rounded
             )
+            coarse = _rounded.set((keys, values_too, precision))
             token = _visible.set(
                 {layer: _visibility(positions, mask, start, end) for layer, positions in layers.items()}
             )
@@ -248,7 +254,8 @@ def oracle_gap(
     ours = feed(model, cache, ids, mask, lengths)
     cache.check_integrity()
     restore(model)
-    theirs = replay(model, cache.seen, ids, mask, lengths, cache.replaced, cache.rounded, cache.precision)
+    rounded = (cache.rounded, cache.rounded_values)
+    theirs = replay(model, cache.seen, ids, mask, lengths, cache.replaced, rounded, cache.precision)
     real = mask.bool()
     gap = (torch.cat(ours, 1) - torch.cat(theirs, 1))[real].abs().max()
     few = sum(len(head) for rows in cache.rounded[-1].values() for row in rows for head in row)

@@ -85,16 +85,19 @@ class _Noting:
             return None
         rows = getattr(view, "rows", None) or range(view.shape[0])
         positions = view.positions.gather(-1, decision.indices)
+        index = decision.indices[..., None].expand_as(values)
+        changed = (view.values.gather(2, index) != values).any(-1)
         for source, row in enumerate(rows):
             for head, length in enumerate(decision.lengths[source].tolist()):
+                which = changed[source, head, :length]
                 self._cache.replaced.append(
                     Replaced(
                         len(self._cache.seen),
                         view.layer,
                         row,
                         head,
-                        positions[source, head, :length].clone(),
-                        values[source, head, :length].clone(),
+                        positions[source, head, :length][which],
+                        values[source, head, :length][which],
                     )
                 )
         return values
@@ -106,12 +109,14 @@ class WatchedCache(RetentionCache):
     ``seen[forward][layer][row][head]`` holds positions, those of the forward's own tokens among them;
     ``head`` is a KV head, or a query head where query heads read different entries. ``replaced`` holds the
     values that evictions changed, in order. ``rounded``, in the way of ``seen``, holds those that have been
-    in few bits, also where they are so no longer: lost bits do not come back.
+    in few bits, also where they are so no longer: lost bits do not come back. ``rounded_values`` is the same
+    of values, which a merge gives anew: they are rounded again once they are written down.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Policy, **options: Any) -> None:
         self.seen: list[dict[int, list[list[Tensor]]]] = []
         self.rounded: list[dict[int, list[list[Tensor]]]] = []
+        self.rounded_values: list[dict[int, list[list[Tensor]]]] = []
         self.noted: list[Eviction] = []
         self.replaced: list[Replaced] = []
         super().__init__(model, policy, **options)
@@ -122,28 +127,44 @@ class WatchedCache(RetentionCache):
         if layer.place == 0:
             self.seen.append({})
             self.rounded.append({})
+            self.rounded_values.append({})
         if self.precision is not None:
-            self.rounded[-1][layer.index] = self._rounded_so_far(layer)
+            self._note_rounded(layer)
         if isinstance(layer, SparseLayer):
             self.seen[-1][layer.index] = layer.positions_read()
         else:
             self.seen[-1][layer.index] = self.kept_positions(layer.index)
         super().after_attention(layer, step)
 
-    def _rounded_so_far(self, layer: RetentionLayer) -> list[list[Tensor]]:
-        low = layer.stored.low
+    def _note_rounded(self, layer: RetentionLayer) -> None:
+        low, forward = layer.stored.low, len(self.seen) - 1
         stored, held = low.padded(None, "positions")["positions"].long(), low.held.tolist()
-        now = [
-            [stored[row, head, :length] for head, length in enumerate(lengths)]
-            for row, lengths in enumerate(held)
-        ]
-        before = self.rounded[-2].get(layer.index) if len(self.rounded) > 1 else None
-        if before is None:
-            return [[each.clone() for each in row] for row in now]
-        return [
-            [torch.cat(pair).unique() for pair in zip(*rows, strict=True)]
-            for rows in zip(before, now, strict=True)
-        ]
+        given: dict[tuple[int, int], list[Tensor]] = {}
+        for each in self.replaced:
+            if (each.since, each.layer) == (forward, layer.index):
+                given.setdefault((each.row, each.head), []).append(each.positions)
+        for noted, anew in ((self.rounded, {}), (self.rounded_values, given)):
+            before = noted[-2].get(layer.index) if forward else None
+            noted[-1][layer.index] = [
+                [
+                    _and_earlier(
+                        stored[row, head, :length],
+                        None if before is None else before[row][head],
+                        anew.get((row, head), []),
+                    )
+                    for head, length in enumerate(lengths)
+                ]
+                for row, lengths in enumerate(held)
+            ]
+
+
+def _and_earlier(now: Tensor, before: Tensor | None, anew: Sequence[Tensor]) -> Tensor:
+    """Positions in few bits now or before, ascending; those that were given ``anew`` count only if now."""
+    if before is None:
+        return now.clone()
+    for positions in anew:
+        before = before[~torch.isin(before, positions)]
+    return torch.cat([before, now]).unique()
 
 
 def feed(

@@ -1,0 +1,197 @@
+"""The built-in reasoner with entries in few bits, at equal bytes: arms, runs and their part of the page."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from page_tables import rows
+from quantized_arms import FULL_BYTES, Arm, few_bytes
+from scipy import stats
+
+from kvkeep.cli.app import app
+from kvkeep.core.precision import Precision
+from kvkeep.evaluation.comparison import compare
+from kvkeep.evaluation.records import Run, RunHeader
+from kvkeep.evaluation.runlog import read_run
+from kvkeep.evaluation.statistics.correction import corrected
+from kvkeep.evaluation.statistics.problem_means import problem_means
+from kvkeep.evaluation.statistics.resampling import bootstrap_means
+from kvkeep.policies.compose import policy as make_policy
+
+TASK, POLICY, BUFFER = "trace(size=M)", "snapkv", 16
+PLAIN = 90  # entries of the chain in full precision whose bytes all bounded arms take
+PROMPT, LONGEST = 225, 234  # tokens of a prompt of size M: mean and most
+RECENT, RESERVE, FULL_RESERVE = 16, 32, 16  # the last where everything stays
+#: In turns, so that a run that is stopped has the most telling rules at either width.
+RULES = ("none", "range", "random", "attention", "recent", "policy")
+
+
+def _precision(bits: int, rule: str) -> Precision:
+    """The prompt keeps full precision in every bounded arm: it is read for its own sake, and in all alike."""
+    if rule == "none":  # slots of full precision that a shorter prompt leaves hold the newest
+        return Precision(bits=bits, protect="recent", sinks=LONGEST, recent=0, reserve=0)
+    return Precision(bits=bits, protect=rule, sinks=LONGEST, recent=RECENT, reserve=RESERVE)  # type: ignore[arg-type]
+
+
+def _bounded(bits: int, rule: str) -> Arm:
+    """The budget at which the chain takes, in two precisions, the bytes that 90 entries take in one."""
+    precision = _precision(bits, rule)
+    few = (PROMPT + PLAIN - precision.full) * FULL_BYTES // few_bytes(bits)
+    budget = precision.full + few - PROMPT
+    return Arm(name=POLICY, budget=budget, precision=precision, buffer=BUFFER, on_top=PROMPT)
+
+
+def arms() -> dict[str, Arm]:
+    """First those at equal bytes, then those that keep everything."""
+    found = {"16 bits": Arm(name=POLICY, budget=PLAIN, buffer=BUFFER, on_top=PROMPT)}
+    for group in (RULES[:3], RULES[3:]):
+        for bits in (2, 4):
+            found |= {f"{bits} bits, {rule}": _bounded(bits, rule) for rule in group}
+    found["full"] = Arm(name="full", buffer=BUFFER)
+    for bits, rule in ((4, "none"), (2, "none"), *((2, rule) for rule in RULES[1:5])):
+        reserve = None if rule == "none" else FULL_RESERVE
+        precision = Precision(bits=bits, protect=rule, reserve=reserve)  # type: ignore[arg-type]
+        found[f"full, {bits} bits, {rule}"] = Arm(name="full", buffer=BUFFER, precision=precision)
+    return found
+
+
+def folder(runs: Path, name: str) -> Path:
+    """Where the log of an arm is."""
+    return runs / "reasoner" / name.replace(", ", "-").replace(" ", "-")
+
+
+def run_reasoner(runs: Path, problems: int, only: Sequence[str]) -> None:
+    """One `kvkeep eval` an arm; those that are done are left alone."""
+    for name, arm in arms().items():
+        out = folder(runs, name)
+        if (out / "done").exists() or (only and name not in only):
+            continue
+        words = ["eval", "--task", TASK, "--model", "trace-1", "--policy", make_policy(arm.name).name]
+        words += ["--out", str(out), "--limit", str(problems), "--batch-size", str(problems)]
+        words += ["--buffer", str(BUFFER), "--threads", "1", "--json", "--resume", *arm.flags()]
+        begin, sys.argv = time.monotonic(), ["kvkeep", *words]
+        app(words, standalone_mode=False)
+        (out / "done").touch()
+        print(f"reasoner {name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+# -- the page -----------------------------------------------------------------------------------------------
+
+
+def score(run: Run) -> str:
+    """Mean score in percent, with the bootstrap's interval over problems, which stays within 0 and 100."""
+    means = problem_means(run.samples, "score").means
+    drawn = bootstrap_means(means, np.ones(len(means)), resamples=10_000, rng=np.random.default_rng(0))
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return f"{100 * means.mean():.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def all_right(run: Run) -> str:
+    """Problems without a wrong part, with Wilson's interval."""
+    right = sum(sample.correct for sample in run.samples)
+    low, high = stats.binomtest(right, len(run.samples)).proportion_ci(method="wilson")
+    return f"{100 * right / len(run.samples):.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def differences(done: dict[str, Run], pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Challenger minus baseline in points, paired by problem; p corrected over what is asked for."""
+    tests = {
+        pair: compare(done[pair[1]], done[pair[0]], metric="score", allow=["cache", "versions"]).difference
+        for pair in pairs
+    }
+    adjusted = corrected({pair: one.p for pair, one in tests.items()}, "holm")
+    return {
+        pair: f"{100 * one.estimate:+.1f} [{100 * one.interval[0]:+.1f}, {100 * one.interval[1]:+.1f}], "
+        f"p {adjusted[pair]:.4f}"
+        for pair, one in tests.items()
+    }
+
+
+def finished(runs: Path) -> dict[str, Run]:
+    """The arms whose runs are done."""
+    return {name: read_run(folder(runs, name)) for name in arms() if (folder(runs, name) / "done").exists()}
+
+
+def headers(runs: Path) -> list[RunHeader]:
+    """Headers of the arms that are done."""
+    return [run.header for run in finished(runs).values()]
+
+
+def _table(done: dict[str, Run], names: Sequence[str], bases: dict[str, str]) -> list[str]:
+    """``bases``: heading -> name of the arm to compare with, ``{bits}`` being the arm's own."""
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    other: dict[tuple[str, str], str] = {}
+    for heading, base in bases.items():
+        for name in names:
+            precision = arms()[name].precision
+            other[heading, name] = base.format(bits=0 if precision is None else precision.bits)
+        pairs = [
+            (name, other[heading, name])
+            for name in names
+            if other[heading, name] in done and other[heading, name] != name and _asked(name, heading)
+        ]
+        cells[heading] = differences(done, pairs) if pairs else {}
+    body = []
+    for name in names:
+        run, arm = done[name], arms()[name]
+        entries = (arm.budget or 0) + arm.on_top if arm.budget else run.mean_cache
+        line = [name, f"{arm.budget or 'all'}", f"{run.mean_cache:.0f}", f"{arm.bytes_at(entries):,.0f}"]
+        line += [score(run), all_right(run)]
+        line += [cells[heading].get((name, other[heading, name]), "–") for heading in bases]
+        body.append(line)
+    return rows(("arm", "budget", "mean cache", "bytes per head", "score", "all right", *bases), body)
+
+
+def _asked(name: str, heading: str) -> bool:
+    """What protects nothing is the baseline of rules, and no rule itself."""
+    return not (name.endswith("none") and heading in ("against random", "against none"))
+
+
+def reasoner_part(runs: Path) -> list[str]:
+    """Scores at equal bytes, and with everything kept."""
+    done = finished(runs)
+    head = next(iter(done.values())).header
+    bounded = [name for name in done if not name.startswith("full")]
+    return [
+        "## The built-in reasoner",
+        "",
+        f"`{TASK}`, {head.model} (weights {head.model_sha256[:12]}), {head.problems} dev problems, one draw "
+        f"at temperature {head.sampling['temperature']}, buffer {BUFFER}. Scores in percent with the "
+        "bootstrap's 95 % interval over problems, `all right` with Wilson's. Differences are in points, "
+        "paired by problem (bootstrap, 10,000 times), p corrected by Holm over a column.",
+        "",
+        f"### SnapKV at the bytes of {PLAIN} full entries of the chain",
+        "",
+        f"The prompt (about {PROMPT} entries) stays, in full precision, in every arm. Counted with it, every "
+        "arm holds as many bytes per head in the middle of a period. Protected arms keep the newest "
+        f"{RECENT} and a reserve of {RESERVE} in full precision. `none` keeps none but the prompt and the "
+        f"{LONGEST - PROMPT} newest or so: {LONGEST} slots are laid out, for the longest prompt, and those "
+        f"that a shorter one leaves are filled by the rule. A chain has about 359 tokens.",
+        "",
+        *_table(
+            done,
+            bounded,
+            {
+                "against random": "{bits} bits, random",
+                "against none": "{bits} bits, none",
+                "against 16 bits": "16 bits",
+            },
+        ),
+        "### Everything stays, the prompt in few bits as well",
+        "",
+        f"No eviction. Protected arms keep 4 sinks, the newest {BUFFER} and a reserve of {FULL_RESERVE}. "
+        "`bytes per head` at the mean cache. Arms that have not run are not listed.",
+        "",
+        *_table(
+            done,
+            [name for name in done if name.startswith("full")],
+            {
+                "against random": "full, {bits} bits, random",
+                "against none": "full, {bits} bits, none",
+                "against 4 bits for all": "full, 4 bits, none",
+                "against 16 bits and eviction": "16 bits",
+            },
+        ),
+    ]
