@@ -12,6 +12,7 @@ DIM, GROUP = 64, 32  # channels of a key and of a value, in SmolLM2 and in trace
 FULL_BYTES = 2 * 2 * DIM  # key and value in 16 bits
 BUFFER, SINKS, RECENT, RESERVE = 32, 4, 16, 32
 RULES = ("range", "attention", "random", "recent", "policy")
+WINDOW = 768  # tokens of a chapter that are read
 PLAIN = 128  # entries in full precision whose bytes all bounded arms take
 
 

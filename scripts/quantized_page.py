@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 from page_tables import rows
-from quantized_arms import BOUNDED, NEEDLE, PLAIN, STOCK, UNBOUNDED, Arm, few_bytes
+from quantized_arms import (
+    BOUNDED,
+    BUFFER,
+    FULL_BYTES,
+    NEEDLE,
+    PLAIN,
+    STOCK,
+    UNBOUNDED,
+    WINDOW,
+    Arm,
+    few_bytes,
+)
 from quantized_reasoner import headers, reasoner_part
 from scipy import stats
 
@@ -106,13 +117,20 @@ def text_part(runs: Path) -> list[str]:
     lines += rows(*_text_rows(UNBOUNDED, of, full, {"against random": "full, {bits} bits, random"}))
     stock = [(name, found[name]) for name in STOCK if name in found]
     if stock:
-        body = [[name.replace("-", " "), mean_interval(nats(each["scores"]) - full)] for name, each in stock]
+        body = []
+        for name, each in stock:
+            mine, bits = nats(each["scores"]), each["stock"]["nbits"]
+            ours = of(f"full, {bits} bits in groups of 32")
+            size = BUFFER * FULL_BYTES + (WINDOW - BUFFER) * few_bytes(bits)
+            line = [name.replace("-", " "), f"{size:,}", mean_interval(mine - full)]
+            body.append([*line, "–" if ours is None else mean_interval(mine - nats(ours["scores"]))])
         lines += [
             "transformers' own quantized cache (optimum-quanto, groups of 32, newest 32 entries in full "
             "precision; `channel`: keys with `axis_key=-1`, KIVI's way; `token`: `axis_key=0`; it rounds "
-            "what it holds anew every 32 tokens):",
+            "what it holds anew every 32 tokens). `bytes` counts its scales as 16 bits; `ours` is the arm "
+            "above with all entries in as many bits, by token:",
             "",
-            *rows(("cache", "more than full"), body),
+            *rows(("cache", "bytes per head", "more than full", "against ours"), body),
         ]
     else:
         lines += ["transformers' own quantized cache was not run.", ""]
@@ -129,8 +147,8 @@ def _text_rows(
         if log is None:
             continue
         mine = nats(log["scores"])
-        size = arm.bytes_at() if arm.budget else arm.bytes_at(768)
-        line = [name, str(arm.budget or 768), f"{size:,.0f}"]
+        size = arm.bytes_at() if arm.budget else arm.bytes_at(WINDOW)
+        line = [name, str(arm.budget or WINDOW), f"{size:,.0f}"]
         line.append(mean_interval(mine - full) if name != "full" else "")
         for base in bases.values():
             other = "" if arm.precision is None else base.format(bits=arm.precision.bits)

@@ -18,7 +18,6 @@ from kvkeep.evaluation.runlog import read_run
 from kvkeep.evaluation.statistics.correction import corrected
 from kvkeep.evaluation.statistics.problem_means import problem_means
 from kvkeep.evaluation.statistics.resampling import bootstrap_means
-from kvkeep.policies.compose import policy as make_policy
 
 TASK, POLICY, BUFFER = "trace(size=M)", "snapkv", 16
 PLAIN = 90  # entries of the chain in full precision whose bytes all bounded arms take
@@ -68,7 +67,7 @@ def run_reasoner(runs: Path, problems: int, only: Sequence[str]) -> None:
         out = folder(runs, name)
         if (out / "done").exists() or (only and name not in only):
             continue
-        words = ["eval", "--task", TASK, "--model", "trace-1", "--policy", make_policy(arm.name).name]
+        words = ["eval", "--task", TASK, "--model", "trace-1", "--policy", arm.name]
         words += ["--out", str(out), "--limit", str(problems), "--batch-size", str(problems)]
         words += ["--buffer", str(BUFFER), "--threads", "1", "--json", "--resume", *arm.flags()]
         begin, sys.argv = time.monotonic(), ["kvkeep", *words]

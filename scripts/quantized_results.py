@@ -25,6 +25,7 @@ from quantized_arms import (
     NEEDLE,
     STOCK,
     UNBOUNDED,
+    WINDOW,
     Arm,
 )
 from quantized_error import output_errors
@@ -45,7 +46,7 @@ from kvkeep.evaluation.shared_reading import SharedReading
 
 #: Chapters of the Python reference, as in smollm2.md and two more.
 TOPICS = ("specialnames", "compound", "formatstrings", "typesseq", "import", "debugger")
-WINDOW, READ = 768, 4  # tokens of a window; chapters that are read for their likelihood
+READ = 4  # chapters that are read for their likelihood
 
 
 def load(model: str) -> Loaded:
