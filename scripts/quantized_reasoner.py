@@ -1,28 +1,34 @@
 """The built-in reasoner with entries in few bits, at equal bytes: arms, runs and their part of the page."""
 
-import sys
+import _thread
+import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
+import click
+from kvkeep_command import kvkeep as command
 from page_tables import rows
 from quantized_arms import FULL_BYTES, Arm, few_bytes
-from scipy import stats
+from smollm2_results import note
 
-from kvkeep.cli.app import app
 from kvkeep.core.precision import Precision
 from kvkeep.evaluation.comparison import compare
 from kvkeep.evaluation.records import Run, RunHeader
-from kvkeep.evaluation.runlog import read_run
+from kvkeep.evaluation.runlog import read_log
+from kvkeep.evaluation.statistics.accuracy import accuracy
 from kvkeep.evaluation.statistics.correction import corrected
 from kvkeep.evaluation.statistics.problem_means import problem_means
-from kvkeep.evaluation.statistics.resampling import bootstrap_means
 
 TASK, POLICY, BUFFER = "trace(size=M)", "snapkv", 16
 PLAIN = 90  # entries of the chain in full precision whose bytes all bounded arms take
+BATCH = 50  # problems that are written together
+#: Arms differ in entries; those that were stopped have fewer problems.
+ALLOW = ("cache", "versions", "missing")
 PROMPT, LONGEST = 225, 234  # tokens of a prompt of size M: mean and most
 RECENT, RESERVE, FULL_RESERVE = 16, 32, 16  # the last where everything stays
+HEAD = ("arm", "budget", "mean cache", "bytes per head", "problems", "score", "all right")
 #: In turns, so that a run that is stopped has the most telling rules at either width.
 RULES = ("none", "range", "random", "attention", "recent", "policy")
 
@@ -62,43 +68,49 @@ def folder(runs: Path, name: str) -> Path:
 
 
 def run_reasoner(runs: Path, problems: int, only: Sequence[str]) -> None:
-    """One `kvkeep eval` an arm; those that are done are left alone."""
-    for name, arm in arms().items():
-        out = folder(runs, name)
-        if (out / "done").exists() or (only and name not in only):
-            continue
-        words = ["eval", "--task", TASK, "--model", "trace-1", "--policy", arm.name]
-        words += ["--out", str(out), "--limit", str(problems), "--batch-size", str(problems)]
-        words += ["--buffer", str(BUFFER), "--threads", "1", "--json", "--resume", *arm.flags()]
-        begin, sys.argv = time.monotonic(), ["kvkeep", *words]
-        app(words, standalone_mode=False)
-        (out / "done").touch()
-        print(f"reasoner {name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    """One `kvkeep eval` an arm, in rounds of a batch of every arm: stopped early, all have equally many."""
+    for stop in range(BATCH, problems + BATCH, BATCH):
+        for name, arm in arms().items():
+            if (only and name not in only) or _logged(folder(runs, name)) >= min(stop, problems):
+                continue
+            words = ["eval", "--task", TASK, "--model", "trace-1", "--policy", arm.name, *arm.flags()]
+            words += ["--out", str(folder(runs, name)), "--limit", str(problems), "--batch-size", str(BATCH)]
+            words += ["--buffer", str(BUFFER), "--threads", "1", "--json", "--resume"]
+            if stop < problems:
+                threading.Thread(target=_stop, args=(folder(runs, name), stop), daemon=True).start()
+            begin = time.monotonic()
+            with contextlib.suppress(click.Abort, KeyboardInterrupt):
+                command(*words)
+            note(f"reasoner {name}: {_logged(folder(runs, name))} problems, {time.monotonic() - begin:.0f} s")
+
+
+def _logged(out: Path) -> int:
+    """Samples in a log: its lines but for header and footer."""
+    log = out / "run.jsonl"
+    return log.read_bytes().count(b'\n{"kind": "sample"') if log.exists() else 0
+
+
+def _stop(out: Path, samples: int) -> None:
+    """Stop the run as Ctrl-C does once so many samples are in its log."""
+    while _logged(out) < samples:
+        time.sleep(0.5)
+    _thread.interrupt_main()
 
 
 # -- the page -----------------------------------------------------------------------------------------------
 
 
-def score(run: Run) -> str:
-    """Mean score in percent, with the bootstrap's interval over problems, which stays within 0 and 100."""
-    means = problem_means(run.samples, "score").means
-    drawn = bootstrap_means(means, np.ones(len(means)), resamples=10_000, rng=np.random.default_rng(0))
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return f"{100 * means.mean():.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def all_right(run: Run) -> str:
-    """Problems without a wrong part, with Wilson's interval."""
-    right = sum(sample.correct for sample in run.samples)
-    low, high = stats.binomtest(right, len(run.samples)).proportion_ci(method="wilson")
-    return f"{100 * right / len(run.samples):.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+def share(run: Run, metric: str) -> str:
+    """Mean over problems in percent, with its interval."""
+    found = accuracy(problem_means(run.samples, metric))
+    low, high = found.interval
+    return f"{100 * found.estimate:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def differences(done: dict[str, Run], pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """Challenger minus baseline in points, paired by problem; p corrected over what is asked for."""
     tests = {
-        pair: compare(done[pair[1]], done[pair[0]], metric="score", allow=["cache", "versions"]).difference
-        for pair in pairs
+        pair: compare(done[pair[1]], done[pair[0]], metric="score", allow=ALLOW).difference for pair in pairs
     }
     adjusted = corrected({pair: one.p for pair, one in tests.items()}, "holm")
     return {
@@ -109,12 +121,12 @@ def differences(done: dict[str, Run], pairs: Sequence[tuple[str, str]]) -> dict[
 
 
 def finished(runs: Path) -> dict[str, Run]:
-    """The arms whose runs are done."""
-    return {name: read_run(folder(runs, name)) for name in arms() if (folder(runs, name) / "done").exists()}
+    """The arms that have a batch or more."""
+    return {name: read_log(folder(runs, name)).run for name in arms() if _logged(folder(runs, name)) >= BATCH}
 
 
 def headers(runs: Path) -> list[RunHeader]:
-    """Headers of the arms that are done."""
+    """Headers of these arms."""
     return [run.header for run in finished(runs).values()]
 
 
@@ -137,10 +149,11 @@ def _table(done: dict[str, Run], names: Sequence[str], bases: dict[str, str]) ->
         run, arm = done[name], arms()[name]
         entries = (arm.budget or 0) + arm.on_top if arm.budget else run.mean_cache
         line = [name, f"{arm.budget or 'all'}", f"{run.mean_cache:.0f}", f"{arm.bytes_at(entries):,.0f}"]
-        line += [score(run), all_right(run)]
+        line.append(str(len(run.samples)))
+        line += [share(run, "score"), share(run, "accuracy")]
         line += [cells[heading].get((name, other[heading, name]), "–") for heading in bases]
         body.append(line)
-    return rows(("arm", "budget", "mean cache", "bytes per head", "score", "all right", *bases), body)
+    return rows(HEAD + tuple(bases), body)
 
 
 def _asked(name: str, heading: str) -> bool:
@@ -157,8 +170,8 @@ def reasoner_part(runs: Path) -> list[str]:
         "## The built-in reasoner",
         "",
         f"`{TASK}`, {head.model} (weights {head.model_sha256[:12]}), {head.problems} dev problems, one draw "
-        f"at temperature {head.sampling['temperature']}, buffer {BUFFER}. Scores in percent with the "
-        "bootstrap's 95 % interval over problems, `all right` with Wilson's. Differences are in points, "
+        f"at temperature {head.sampling['temperature']}, buffer {BUFFER}. Scores, and problems with "
+        "all parts right, in percent with the 95 % interval over problems. Differences are in points, "
         "paired by problem (bootstrap, 10,000 times), p corrected by Holm over a column.",
         "",
         f"### SnapKV at the bytes of {PLAIN} full entries of the chain",

@@ -18,7 +18,6 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from kvkeep_command import kvkeep as command
 from quantized_arms import (
     BOUNDED,
     BUFFER,
