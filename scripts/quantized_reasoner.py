@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ def folder(runs: Path, name: str) -> Path:
 
 def run_reasoner(runs: Path, problems: int, only: Sequence[str]) -> None:
     """One `kvkeep eval` an arm, in rounds of a batch of every arm: stopped early, all have equally many."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     for stop in range(BATCH, problems + BATCH, BATCH):
         for name, arm in arms().items():
             if (only and name not in only) or _logged(folder(runs, name)) >= min(stop, problems):

@@ -102,6 +102,7 @@ KvPrompt = Annotated[
         help="full: the prompt stays in full precision, on top of --kv-reserve, where --prompt-mode is kept. "
         "few: its entries are like any others [few]."
     ),
+]
 KvSinks = Annotated[
     int | None, typer.Option(help="First tokens that keep full precision, with --kv-bits [4].")
 ]
@@ -244,8 +245,8 @@ def make_precision(
     """
     from kvkeep.core.precision import Precision
 
-    given: dict[str, Any] = {"protect": protect, "group": group, "reserve": reserve, "sinks": sinks, "recent": recent}
-    given["prompt"] = prompt
+    given: dict[str, Any] = {"protect": protect, "group": group, "reserve": reserve}
+    given |= {"sinks": sinks, "recent": recent, "prompt": prompt}
     flags = {name: "--protect" if name == "protect" else f"--kv-{name}" for name in given}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if bits is None:
