@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -123,8 +124,14 @@ def differences(done: dict[str, Run], pairs: Sequence[tuple[str, str]]) -> dict[
 
 
 def finished(runs: Path) -> dict[str, Run]:
-    """The arms that have a batch or more."""
-    return {name: read_log(folder(runs, name)).run for name in arms() if _logged(folder(runs, name)) >= BATCH}
+    """The arms that have a batch or more; of a batch that was stopped, the shortest chains would be there."""
+    found = {}
+    for name in arms():
+        whole = _logged(folder(runs, name)) // BATCH * BATCH
+        if whole:
+            run = read_log(folder(runs, name)).run
+            found[name] = replace(run, samples=run.samples[:whole])
+    return found
 
 
 def headers(runs: Path) -> list[RunHeader]:
@@ -171,10 +178,11 @@ def reasoner_part(runs: Path) -> list[str]:
     return [
         "## The built-in reasoner",
         "",
-        f"`{TASK}`, {head.model} (weights {head.model_sha256[:12]}), {head.problems} dev problems, one draw "
-        f"at temperature {head.sampling['temperature']}, buffer {BUFFER}. Scores, and problems with "
-        "all parts right, in percent with the 95 % interval over problems. Differences are in points, "
-        "paired by problem (bootstrap, 10,000 times), p corrected by Holm over a column.",
+        f"`{TASK}`, {head.model} (weights {head.model_sha256[:12]}), dev problems, one draw "
+        f"at temperature {head.sampling['temperature']}, buffer {BUFFER}; `problems` says how many had run. "
+        "Scores, and problems with all parts right, in percent with the 95 % interval over problems. "
+        "Differences are in points, paired by problem (bootstrap, 10,000 times), "
+        "p corrected by Holm over a column.",
         "",
         f"### SnapKV at the bytes of {PLAIN} full entries of the chain",
         "",
@@ -182,7 +190,8 @@ def reasoner_part(runs: Path) -> list[str]:
         "arm holds as many bytes per head in the middle of a period. Protected arms keep the newest "
         f"{RECENT} and a reserve of {RESERVE} in full precision. `none` keeps none but the prompt and the "
         f"{LONGEST - PROMPT} newest or so: {LONGEST} slots are laid out, for the longest prompt, and those "
-        f"that a shorter one leaves are filled by the rule. A chain has about 359 tokens.",
+        "that a shorter one leaves are filled by the rule. A chain has about 359 tokens: with 441 nothing "
+        "goes, and some of the bytes stay free.",
         "",
         *_table(
             done,
