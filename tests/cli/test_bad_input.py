@@ -331,7 +331,6 @@ def test_other_commands_explain_as_well(run: Run, arguments: tuple[Any, ...], se
             ("--policy", "quest", "--token-budget", 64, "--kv-bits", 4),
             "reads blocks of entries where they lie",
         ),
-        (("--policy", "snapkv + merge", "--budget", 99, "--kv-bits", 4), "leave the merging out"),
         (("--kv-bytes", "1MiB", "--kv-bits", 4), "a budget in bytes does not say how many entries"),
         (("--budget", 99, "--kv-bits", 4, "--kv-group", 24), "16 channels"),
         (("--policy", "snapkv + pyramid", "--budget", 99, "--store", "dense"), "paged"),

@@ -281,7 +281,6 @@ def test_the_plan_is_sealed_and_a_second_call_keeps_it(tmp_path: Path) -> None:
         ({"base": "quest"}, "quest keeps everything"),
         ({"base": "snapkv(window=8) + merge", "mechanisms": chosen(["cam"])}, "merges evicted values twice"),
         ({"base": "snapkv(window=80)"}, "leaves nothing of a budget"),
-        ({"base": "snapkv(window=8) + merge", "mechanisms": (FEW,)}, "leave the merging out"),
         ({"base": "snapkv(window=8) + whole-model", "mechanisms": (FEW,)}, "of all layers together"),
     ],
 )
