@@ -181,7 +181,8 @@ def page(runs: Path, out: Path) -> None:
         f"Model {full['model']}, weights {full['model_sha256'][:12]}, float32, one thread. Buffer {BUFFER}, "
         "prompt counted in the budget, options otherwise the policies' own (`triattention` without its "
         "protection of prompts, which a prompt above the budget rules out). Statistics for `triattention` "
-        "and `set-diversity`: docstrings of the standard library. Written by "
+        "and `set-diversity`: docstrings of the standard library. `random` may evict the first tokens, on "
+        "which this model leans ([loops.md](loops.md)): it is not a neutral control here. Written by "
         "`python scripts/smollm2_results.py run` and `… page`; the headers of all runs, commands included, "
         "are in `smollm2-headers.jsonl`.",
         "",
