@@ -104,3 +104,12 @@ def test_a_run_weights_its_steps_and_a_budget_can_be_solved_for() -> None:
     assert budget_for(policy, lengths, mean, low=9, high=500) == 32
     assert budget_for(policy, lengths, 10_000.0, low=9, high=500) == 500
     assert budget_for(policy, lengths, 1.0, low=9, high=500) == 9
+
+
+def test_a_budget_is_solved_for_in_the_policys_own_way_with_prompts() -> None:
+    """Reckoned without the prompt that stays, a match through an engine began at four times the answer."""
+    kept = kvkeep.RandomEviction(budget=kvkeep.Budget(entries=32, prompt="kept"), buffer=8)
+    lengths = [(100, 200), (90, 150)]
+    mean = expected_mean(kept, lengths)
+    assert mean > 90
+    assert budget_for(kept, lengths, mean, low=9, high=500) == 32

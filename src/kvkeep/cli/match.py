@@ -70,7 +70,7 @@ def match(
     from kvkeep.evaluation.tasks.registry import task_class
 
     precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt)
-    if on not in get_args(MatchOn):
+    if on is not None and on not in get_args(MatchOn):
         raise ConfigError(f"--match-on {on!r} is unknown: use {' or '.join(get_args(MatchOn))}.")
     target = read_run(reference)
     few = precision is not None or target.header.precision is not None

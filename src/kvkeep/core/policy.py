@@ -163,7 +163,7 @@ class Policy(ABC):
         """
         for entries in range(1, below):
             with contextlib.suppress(ConfigError):
-                self.with_budget(entries)
+                self.with_budget(Budget(entries=entries, prompt=self.amount.prompt))
                 return entries
         raise BudgetError(f"{self.name} accepts no budget below {below} entries: lower its buffer or sinks.")
 

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvkeep.core.budget import Budget
 from kvkeep.core.errors import ConfigError
 from kvkeep.core.policy import Policy
 
@@ -120,7 +121,8 @@ def budget_for(
     chosen = list(lengths)
 
     def mean(entries: int) -> float:
-        return expected_mean(policy.with_budget(entries), chosen)
+        amount = Budget(entries=entries, prompt=policy.amount.prompt)
+        return expected_mean(policy.with_budget(amount), chosen)
 
     # Rounding: a mean that is reached exactly must not be missed by the last bit.
     return min(high, low + bisect_left(range(low, high + 1), mean_cache * (1 - 1e-12), key=mean))
