@@ -69,3 +69,13 @@ def test_memory_of_a_run_weights_steps_and_is_entries_in_older_logs() -> None:
     assert (found.mean_memory, found.prefill_memory, found.peak_memory) == (35.0, 15.0, 80.0)
     unknown = Run(header=few, samples=(samples[0], weighed[1]))
     assert (unknown.mean_memory, unknown.prefill_memory, unknown.peak_memory) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("precision", [None, {"bits": 4, "protect": "range"}])
+def test_a_sample_that_took_no_step_leaves_memory_measured(precision: dict[str, object] | None) -> None:
+    """An answer may end with the token that the prompt gave: no step held anything, and nothing is amiss."""
+    memory = {"mean_memory": 40.0, "peak_memory": 50.0, "prefill_memory": 10.0}
+    samples = (sample("a", 0, True, steps=9, **memory), sample("b", 0, False, steps=0, tokens=1, **memory))
+    found = Run(header=header(precision=precision), samples=samples)
+    assert (found.mean_memory, found.prefill_memory, found.peak_memory) == (40.0, 10.0, 50.0)
+    assert Run(header=header(precision=precision), samples=samples[1:]).mean_memory == 0.0

@@ -258,9 +258,11 @@ class Run:
 
         0 if it was not measured: entries are in few bits, and the log is older than this number.
         """
-        steps = sum(sample.steps for sample in self.samples)
-        found = [self.memory(s.mean_memory, s.mean_cache) * s.steps for s in self.samples]
-        return sum(found) / steps if steps and all(found) else 0.0
+        # A sample that ends with its first token took no step, and says nothing of what steps hold.
+        found = [(self.memory(s.mean_memory, s.mean_cache), s.steps) for s in self.samples if s.steps]
+        if not found or not all(held for held, _ in found):
+            return 0.0
+        return sum(held * count for held, count in found) / sum(count for _, count in found)
 
     @property
     def prefill_memory(self) -> float:
