@@ -48,28 +48,6 @@ def test_a_preempted_request_goes_on_where_it_was(served: Running, alone: list[l
     assert served.empty
 
 
-@pytest.mark.parametrize("setting", [{"prompt": "kept"}, {"prefill": "defer"}], ids=["kept", "defer"])
-def test_requests_that_own_all_their_blocks_go_on_together(setting: dict[str, Any]) -> None:
-    """Their answers would count as prompts, and they would wait for each other with blocks to spare."""
-    asked, new, at_once = prompts(20, 25), 190, []
-    shared = {**SETTING, **setting, "reserve": True}
-    # Enough for one request of the largest length, and for two of these.
-    with engine(shared, blocks=BLOCKS[next(iter(setting.values()))], max_model_len=256) as running:
-        alone = [running.answer([prompt], new)[0].tokens for prompt in asked]
-
-        def stop(step: int, open_: dict[str, Answer]) -> list[str]:
-            at_once.append(len(running.scheduler.running))
-            if step in (1, 30, 160):  # in the prompts, before the first eviction, and after some
-                running.scheduler.reset_prefix_cache(reset_running_requests=True)
-            return []
-
-        together = running.answer(asked, new, watch=stop, steps=600)
-        assert running.metric("num_preemptions") == 6
-        assert [answer.tokens for answer in together] == alone
-        assert at_once[160] == 2
-        assert running.empty
-
-
 def test_every_request_has_draws_of_its_own(served: Running) -> None:
     """All requests of a server would keep the same places of their texts, and fail together."""
     (prompt,) = prompts(90, seed=4)
@@ -97,6 +75,31 @@ def test_requests_that_leave_do_not_touch_the_others(served: Running, alone: lis
     for answer, wanted in zip(together, alone, strict=True):
         assert answer.tokens == (wanted[: len(answer.tokens)] if answer.aborted else wanted)
     assert served.empty
+
+
+# Engines of their own come last: one that ends takes vLLM's process groups along, and `served` needs them.
+
+
+@pytest.mark.parametrize("setting", [{"prompt": "kept"}, {"prefill": "defer"}], ids=["kept", "defer"])
+def test_requests_that_own_all_their_blocks_go_on_together(setting: dict[str, Any]) -> None:
+    """Their answers would count as prompts, and they would wait for each other with blocks to spare."""
+    asked, new, at_once = prompts(20, 25), 190, []
+    shared = {**SETTING, **setting, "reserve": True}
+    # Enough for one request of the largest length, and for two of these.
+    with engine(shared, blocks=BLOCKS[next(iter(setting.values()))], max_model_len=256) as running:
+        alone = [running.answer([prompt], new)[0].tokens for prompt in asked]
+
+        def stop(step: int, open_: dict[str, Answer]) -> list[str]:
+            at_once.append(len(running.scheduler.running))
+            if step in (1, 30, 160):  # in the prompts, before the first eviction, and after some
+                running.scheduler.reset_prefix_cache(reset_running_requests=True)
+            return []
+
+        together = running.answer(asked, new, watch=stop, steps=600)
+        assert running.metric("num_preemptions") == 6
+        assert [answer.tokens for answer in together] == alone
+        assert at_once[160] == 2
+        assert running.empty
 
 
 def test_steps_in_flight(alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
