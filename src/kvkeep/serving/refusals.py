@@ -131,7 +131,7 @@ def policy_reasons(policy: Policy, spec: ModelSpec, config: VllmConfig, calibrat
             'use "prefill": "chunk"'
         )
     if not traits.exact_budget:
-        reasons.append(f"{policy.name} may keep more or less than its budget, and slots here are fixed")
+        reasons.append(f"{policy.name} does not keep exactly its budget, and slots here are fixed")
     if policy.protects_prompt and policy.amount.prompt != "kept":
         reasons.append(
             f'{policy.name} protects the prompt inside the budget: set "prompt": "kept", or '
