@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.testing.views import kept, make_counts, make_view
-from tests.serving.flash_layers import BLOCKS, BUDGET, DIM, Engine, make_engine, twins
+from tests.serving.flash_layers import BLOCKS, BUDGET, BUFFER, DIM, SLOTS, Engine, make_engine, twins
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm has an environment for it")
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM's own are not ours to mend
@@ -100,22 +100,32 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def common_metadata(starts: list[int], counts: list[int], table: Tensor) -> Any:
-    """A step as the runner describes it; lengths on the device are rubbish: nobody may wait for them."""
+    """A step as the runner describes it.
+
+    Where entries have been evicted, lengths on the device and vLLM's own slots are rubbish: nobody may wait
+    for the one or use the other. Where none have, the step is vLLM's, and they are right.
+    """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
     lens = torch.tensor([start + count for start, count in zip(starts, counts, strict=True)]).int()
+    slots = [
+        int(row[position // SLOTS]) * SLOTS + position % SLOTS
+        for row, start, count in zip(table, starts, counts, strict=True)
+        for position in range(start, start + count)
+    ]
+    rubbish = int(lens.max()) > BUDGET + BUFFER
     return CommonAttentionMetadata(
-        query_start_loc=torch.full_like(bounds, -7),
+        query_start_loc=torch.full_like(bounds, -7) if rubbish else bounds,
         query_start_loc_cpu=bounds,
-        seq_lens=torch.full_like(lens, -7),
+        seq_lens=torch.full_like(lens, -7) if rubbish else lens,
         seq_lens_cpu_upper_bound=lens,
         num_reqs=len(counts),
         num_actual_tokens=int(bounds[-1]),
         max_query_len=max(counts),
         max_seq_len=int(lens.max()),
         block_table_tensor=table,
-        slot_mapping=torch.full((int(bounds[-1]),), -7),
+        slot_mapping=torch.full((len(slots),), -7) if rubbish else torch.tensor(slots),
     )
 
 

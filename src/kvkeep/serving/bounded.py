@@ -175,7 +175,7 @@ class BoundedBuilder:
         # A bound, and exact as long as no token is drafted; the lengths themselves are on the device.
         upper = common.seq_lens_cpu_upper_bound
         lens = (common.seq_lens.cpu() if upper is None else upper).numpy()[:rows]
-        untouched = self._planner.untouched(longest := int(lens.max()))
+        untouched = self._planner.untouched(longest := int(lens.max(initial=0)))
         if untouched:
             rounds = [_as_prepared(common, lens, longest)]
         else:
