@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 
 import kvkeep
+from kvkeep.cli import options
 from kvkeep.core.budget import Budget
 from kvkeep.core.errors import ConfigError, EvidenceError, UnknownNameError, UnsupportedError
 from kvkeep.core.precision import Precision
 from kvkeep.evaluation.comparison import Comparison, measure
 from kvkeep.evaluation.design_space.diagnostics import Evidence, diagnose
-from kvkeep.evaluation.design_space.mechanisms import FAMILIES, MECHANISMS, Arm, Mechanism, chosen
+from kvkeep.evaluation.design_space.mechanisms import (
+    FAMILIES,
+    MECHANISMS,
+    Arm,
+    Mechanism,
+    chosen,
+    precision_flags,
+)
 from kvkeep.evaluation.design_space.proxy import Nats, change, nats
 from kvkeep.evaluation.design_space.result import screening, whole
 from kvkeep.evaluation.design_space.stages import Settings, Stages
@@ -392,3 +400,24 @@ def test_change_of_the_internal_number_is_paired() -> None:
     estimate, (low, high) = change((one, Nats(per_text=(0.9, 4.9, 8.9, 1.0))))
     assert estimate == pytest.approx(-0.1)
     assert (low, high) == pytest.approx((-0.1, -0.1))
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(bits=4),
+        Precision(bits=2, protect="recent", group=16, reserve=0, sinks=2, recent=8),
+        Precision(bits=8, protect="policy", prompt="full"),
+    ],
+)
+def test_a_precision_comes_back_from_its_flags(precision: Precision) -> None:
+    """A header would name a command that stores in another way."""
+    words = " ".join(precision_flags(precision)).split()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+
+    def number(flag: str) -> int | None:
+        return int(given[flag]) if flag in given else None
+
+    numbers = (number(f"--kv-{name}") for name in ("group", "reserve", "sinks", "recent"))
+    bits, protect, prompt = number("--kv-bits"), given.get("--protect"), given.get("--kv-prompt")
+    assert options.make_precision(bits, protect, *numbers, prompt) == precision

@@ -7,7 +7,7 @@ here are stand-ins of ours; each is a switch that any command takes, so that a r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from kvkeep.core.budget import Budget
@@ -53,21 +53,21 @@ class Arm:
             Bytes of an entry in few bits over those of one in full precision; ``None``: the real one
             (:attr:`~kvkeep.Precision.weight`).
         """
-        if self.precision is None:
+        precision = self.precision
+        if precision is None:
             return self
-        each = self.precision.weight if weight is None else weight
-        budget = self.policy.amount.count
+        each = precision.weight if weight is None else weight
+        budget, buffer = self.policy.amount.count, self.policy.buffer
+
+        def size(entries: int) -> float:
+            """Memory of so many entries after an eviction, in entries of full precision."""
+            full = min(entries, precision.settled(buffer=buffer, budget=entries).full)
+            return full + (entries - full) * each
+
         entries = budget
-        while self._size(entries + 1, each) <= budget:
+        while size(entries + 1) <= budget:
             entries += 1
         return self.with_entries(entries)
-
-    def _size(self, entries: int, weight: float) -> float:
-        """Memory of so many entries after an eviction, in entries of full precision."""
-        assert self.precision is not None
-        settled = self.precision.settled(buffer=self.policy.buffer, budget=entries)
-        full = min(entries, settled.full)
-        return full + (entries - full) * weight
 
     @property
     def nominal(self) -> float | None:
@@ -152,16 +152,10 @@ def precision_flags(precision: Precision | None) -> list[str]:
     if precision is None:
         return []
     default = Precision(bits=precision.bits)
-    names = {
-        "protect": "--protect",
-        "group": "--kv-group",
-        "reserve": "--kv-reserve",
-        "prompt": "--kv-prompt",
-    }
     return [f"--kv-bits {precision.bits}"] + [
-        f"{flag} {getattr(precision, name)}"
-        for name, flag in names.items()
-        if getattr(precision, name) != getattr(default, name)
+        f"--{'protect' if each.name == 'protect' else f'kv-{each.name}'} {getattr(precision, each.name)}"
+        for each in fields(Precision)
+        if getattr(precision, each.name) != getattr(default, each.name)
     ]
 
 

@@ -55,9 +55,8 @@ def nats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task,
     length = min(map(len, whole))
     kept = round(float(np.mean(prompts))) if policy.protects_prompt else 0
     counted = counted.with_budget(policy.amount.count + kept)
-    if (
-        precision is not None
-    ):  # a text that is only read is all prompt: the part in full grows by the mean one
+    if precision is not None:
+        # A text that is only read is all prompt: the part in full grows by the mean one.
         precision = precision.settled(buffer=policy.buffer, budget=policy.amount.count)
         grown = kept if precision.prompt == "full" else 0
         precision = replace(precision, prompt="few", reserve=(precision.reserve or 0) + grown)
