@@ -65,6 +65,14 @@ def test_wilson_stands_beside_a_weak_interval() -> None:
     )
 
 
+@pytest.mark.parametrize("means", [[0.7] * 10, [0.1 + 0.2, 0.3] * 5])
+def test_problems_that_agree_leave_room(means: list[float]) -> None:
+    """Ten problems, each with 7 (or 3) of 10 parts right: their mean is not known without error."""
+    found = accuracy(as_problems(means))
+    expected = shares_not_ruled_out(means[0], 10, float(stats.t.ppf(0.975, 9)))
+    assert found.interval == pytest.approx(expected, abs=2e-5)
+
+
 def shares_not_ruled_out(estimate: float, observations: float, reach: float) -> tuple[float, float]:
     """Ends of Wilson's interval by trying: shares from which the estimate is not too far."""
     tried = np.linspace(0, 1, 100_001)

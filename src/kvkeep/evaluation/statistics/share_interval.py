@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+ROUNDING = 1e-12  # a standard error below it comes from adding the same shares in another order
+
 
 def share_interval(estimate: float, error: float, clusters: int, reach: float) -> tuple[float, float]:
     """Wilson's interval with the number of observations that the spread is worth.
@@ -19,7 +21,7 @@ def share_interval(estimate: float, error: float, clusters: int, reach: float) -
     error
         Its standard error over clusters.
     clusters
-        What ``n`` is at 0 and 1, where nothing varies: one observation a cluster.
+        What ``n`` is where nothing varies, so that the spread says nothing: one observation a cluster.
     reach
         Standard errors that the interval reaches: a quantile of Student's t with ``clusters - 1`` degrees of
         freedom.
@@ -34,10 +36,8 @@ def share_interval(estimate: float, error: float, clusters: int, reach: float) -
     They know yes-or-no answers only. Where each problem gives a share with little spread, ``n`` is larger
     than the number of problems.
     """
-    edge = estimate in (0.0, 1.0)
-    if error == 0 and not edge:
-        return estimate, estimate
-    observations = clusters if edge else estimate * (1 - estimate) / error**2
+    varies = error > ROUNDING and 0 < estimate < 1
+    observations = estimate * (1 - estimate) / error**2 if varies else clusters
     weight = reach**2 / observations
     middle = (estimate + weight / 2) / (1 + weight)
     spread = estimate * (1 - estimate) / observations + (reach / (2 * observations)) ** 2
