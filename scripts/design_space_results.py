@@ -17,8 +17,8 @@ from pathlib import Path
 
 from kvkeep_command import kvkeep
 
-from kvkeep.evaluation.preregistration import lock_path
 from kvkeep.evaluation.runlog import read_run
+from kvkeep.evaluation.seal import lock_path
 
 #: Programs of another seed: those of seed 0, held-out ones included, were looked at by an earlier study.
 TASK = "trace(seed=1)"

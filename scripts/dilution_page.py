@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.evaluation.comparison import compare
-from kvkeep.evaluation.preregistration import load_frozen
 from kvkeep.evaluation.records import Run
 from kvkeep.evaluation.runlog import read_log
+from kvkeep.evaluation.seal import load_frozen
 from kvkeep.evaluation.statistics.accuracy import accuracy
 from kvkeep.evaluation.statistics.correction import corrected
 from kvkeep.evaluation.statistics.problem_means import problem_means

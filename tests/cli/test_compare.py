@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from kvkeep.evaluation.preregistration import freeze
 from kvkeep.evaluation.records import Run
 from kvkeep.evaluation.runlog import RunLog
+from kvkeep.evaluation.seal import freeze
 from tests.evaluation import runs as made
 from tests.evaluation.studies import plan, study_run, write
 

@@ -28,11 +28,12 @@ from kvkeep.evaluation.design_space.proxy import Nats, change, nats
 from kvkeep.evaluation.design_space.result import screening, whole
 from kvkeep.evaluation.design_space.stages import Settings, Stages
 from kvkeep.evaluation.identity import plain
-from kvkeep.evaluation.preregistration import Preregistration, load_frozen, lock_path
+from kvkeep.evaluation.preregistration import Preregistration
 from kvkeep.evaluation.records import Run
 from kvkeep.evaluation.report.design_space_tables import diagnostics_table, gains_table, reasons
 from kvkeep.evaluation.runner import Plan
 from kvkeep.evaluation.sampling import Sampling
+from kvkeep.evaluation.seal import load_frozen, lock_path
 from kvkeep.evaluation.splits import hash_order
 from kvkeep.evaluation.statistics.decision import decide
 from kvkeep.evaluation.study import admit

@@ -13,8 +13,8 @@ import kvkeep
 from kvkeep.core.errors import ConfigError, EvidenceError
 from kvkeep.evaluation.draft import draft, held_out
 from kvkeep.evaluation.identity import plain
-from kvkeep.evaluation.preregistration import load
 from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.seal import load
 from kvkeep.evaluation.splits import ids_sha256
 from kvkeep.evaluation.study import locate
 from tests.evaluation.runs import names

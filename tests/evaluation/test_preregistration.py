@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.core.errors import ConfigError, DataFileError, EvidenceError
-from kvkeep.evaluation.preregistration import freeze, load, load_frozen, lock_path
+from kvkeep.evaluation.seal import freeze, load, load_frozen, lock_path
 from tests.evaluation.studies import plan, write
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

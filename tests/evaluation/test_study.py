@@ -10,8 +10,9 @@ import pytest
 import kvkeep
 from kvkeep.core.errors import ConfigError, EvidenceError
 from kvkeep.evaluation.identity import plain
-from kvkeep.evaluation.preregistration import Preregistration, freeze, load, load_frozen
+from kvkeep.evaluation.preregistration import Preregistration
 from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.seal import freeze, load, load_frozen
 from kvkeep.evaluation.study import admit, confirm, locate
 from tests.evaluation.runs import header, names
 from tests.evaluation.studies import IDS, plan, study_run, write

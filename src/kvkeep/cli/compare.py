@@ -62,7 +62,7 @@ def compare(
         )
     found = [read_run(place) for place in runs]
     if prereg is not None:
-        from kvkeep.evaluation.preregistration import load_frozen
+        from kvkeep.evaluation.seal import load_frozen
         from kvkeep.evaluation.study import confirm as confirm_study
 
         family = confirm_study(load_frozen(prereg), found)

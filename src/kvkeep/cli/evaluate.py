@@ -218,7 +218,7 @@ def part(name: str) -> Any:
 
 def frozen(prereg: Path) -> Any:
     """Read a frozen pre-registration."""
-    from kvkeep.evaluation.preregistration import load_frozen
+    from kvkeep.evaluation.seal import load_frozen
 
     return load_frozen(prereg)
 

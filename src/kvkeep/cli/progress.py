@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from kvkeep.evaluation.runner import Progress
+    from kvkeep.evaluation.session import Progress
 
 # Lines of progress where there is no terminal.
 _NOTE_SECONDS = 30.0

@@ -66,7 +66,7 @@ def decision(found: list[Run], baseline: Run | None, prereg: Path | None, allow:
     from kvkeep.evaluation import study
 
     if prereg is not None:
-        from kvkeep.evaluation.preregistration import load_frozen
+        from kvkeep.evaluation.seal import load_frozen
 
         return study.confirm(load_frozen(prereg), found)
     if baseline is None:

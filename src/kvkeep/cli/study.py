@@ -23,7 +23,7 @@ app.command("design-space")(design_space)
 @app.command("check")
 def check_study(path: Study, as_json: AsJson = False) -> None:
     """Read a pre-registration, say whether it is complete and whether it is frozen."""
-    from kvkeep.evaluation.preregistration import load, load_frozen, lock_path
+    from kvkeep.evaluation.seal import load, load_frozen, lock_path
 
     study = load(path)
     frozen = lock_path(path).exists()
@@ -46,7 +46,7 @@ def check_study(path: Study, as_json: AsJson = False) -> None:
 @app.command("freeze")
 def freeze_study(path: Study) -> None:
     """Seal a pre-registration: from now on only its deviations may grow."""
-    from kvkeep.evaluation.preregistration import freeze, lock_path
+    from kvkeep.evaluation.seal import freeze, lock_path
 
     sealed = freeze(path)
     typer.echo(f"frozen: {sealed}, in {lock_path(path)}")
@@ -77,8 +77,8 @@ def draft_study(
     from kvkeep.core.files import atomic_path
     from kvkeep.evaluation.draft import draft, held_out
     from kvkeep.evaluation.extras import need
-    from kvkeep.evaluation.preregistration import load
     from kvkeep.evaluation.runlog import read_run
+    from kvkeep.evaluation.seal import load
     from kvkeep.evaluation.tasks.registry import make_task
 
     if len(runs) % 2:

@@ -9,20 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from kvkeep.core.errors import ConfigError, DataFileError, EvidenceError, MissingExtraError
-from kvkeep.core.files import atomic_path
-from kvkeep.evaluation.extras import need
+from kvkeep.core.errors import MissingExtraError
 from kvkeep.evaluation.splits import RULE
 from kvkeep.evaluation.statistics.correction import Correction
 from kvkeep.evaluation.statistics.decision import BRANCHES
 from kvkeep.evaluation.statistics.paired import Test
 
 try:
-    from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+    from pydantic import BaseModel, ConfigDict, Field, model_validator
 except ImportError as error:
     raise MissingExtraError("pydantic", "eval", "a pre-registration") from error
 
@@ -251,90 +247,3 @@ def _drop_empty(content: dict[str, Any], *names: str) -> None:
     for name in names:
         if not content.get(name, True):
             del content[name]
-
-
-def load(path: str | Path) -> Preregistration:
-    """Read a study, frozen or not.
-
-    Raises
-    ------
-    DataFileError
-        If there is no such file.
-    ConfigError
-        If it is not YAML, or fields are missing, unknown or out of range: all of them are named.
-    """
-    source = Path(path)
-    if not source.is_file():
-        raise DataFileError(f"there is no pre-registration at {source}.")
-    yaml = need("yaml", extra="eval", purpose="a pre-registration")
-    try:
-        content = yaml.safe_load(source.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}.") from error
-    try:
-        return Preregistration.model_validate(content)
-    except ValidationError as error:
-        found = [
-            f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg'].removeprefix('Value error, ')}"
-            for each in error.errors()
-        ]
-        raise ConfigError(f"{source} is no pre-registration: {'; '.join(found)}.") from error
-
-
-def lock_path(path: str | Path) -> Path:
-    """Where the seal of a study lies: beside it, with ``.lock`` added to the name."""
-    return Path(f"{path}.lock")
-
-
-def freeze(path: str | Path) -> str:
-    """Seal a study and return the hash of its content. Sealing it again changes nothing.
-
-    Raises
-    ------
-    EvidenceError
-        If it was frozen with another content, or has deviations before there is anything to deviate from.
-    """
-    study, lock = load(path), lock_path(path)
-    if lock.exists():
-        load_frozen(path)
-        return study.sha256
-    if study.deviations:
-        raise EvidenceError(
-            f"{path} cannot be frozen", ["it lists deviations: write the plan itself instead"]
-        )
-    seal = {
-        "study": study.study,
-        "sha256": study.sha256,
-        "frozen": datetime.now(UTC).isoformat("T", "seconds"),
-    }
-    with atomic_path(lock) as temporary:
-        temporary.write_text(json.dumps(seal, indent=2) + "\n", encoding="utf-8")
-    return study.sha256
-
-
-def load_frozen(path: str | Path) -> Preregistration:
-    """Read a study and check that it is what was sealed.
-
-    Raises
-    ------
-    EvidenceError
-        If it was never frozen, or was changed afterwards.
-    """
-    study, lock = load(path), lock_path(path)
-    if not lock.is_file():
-        raise EvidenceError(
-            f"{path} is not frozen", [f"there is no {lock.name} beside it: freeze it before the first run"]
-        )
-    try:
-        sealed = str(json.loads(lock.read_text(encoding="utf-8"))["sha256"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataFileError(f"{lock} is damaged: restore it from where the study was published.") from error
-    if sealed != study.sha256:
-        raise EvidenceError(
-            f"{path} was changed after it was frozen",
-            [
-                f"its content hashes to {study.sha256[:12]}…, the seal says {sealed[:12]}…",
-                "restore it, and write what you did otherwise under deviations",
-            ],
-        )
-    return study

@@ -89,7 +89,7 @@ def confirm(study: Preregistration, runs: Collection[Run]) -> Family:
     Parameters
     ----------
     study
-        From :func:`~kvkeep.evaluation.preregistration.load_frozen`, which checks the seal.
+        From :func:`~kvkeep.evaluation.seal.load_frozen`, which checks the seal.
     runs
         One run per cell and arm, in any order; each header carries the hash of the study. Cells with the
         same baseline share its run.

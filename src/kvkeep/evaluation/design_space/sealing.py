@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.core.files import atomic_path
 from kvkeep.evaluation.draft import arm_plan, held_out
 from kvkeep.evaluation.extras import need
-from kvkeep.evaluation.preregistration import Preregistration, freeze, load_frozen, lock_path
+from kvkeep.evaluation.preregistration import Preregistration
 from kvkeep.evaluation.records import Run
+from kvkeep.evaluation.seal import freeze, load_frozen, lock_path
 from kvkeep.evaluation.tasks.base import Task
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ from kvkeep.evaluation.design_space.mechanisms import Arm, Mechanism
 from kvkeep.evaluation.design_space.proxy import Nats
 from kvkeep.evaluation.design_space.sealing import BASELINE, PLAN, seal
 from kvkeep.evaluation.matching import match_budget
-from kvkeep.evaluation.preregistration import Preregistration, load_frozen, lock_path
+from kvkeep.evaluation.preregistration import Preregistration
 from kvkeep.evaluation.records import Run
 from kvkeep.evaluation.runner import Plan
+from kvkeep.evaluation.seal import load_frozen, lock_path
 from kvkeep.evaluation.study import Family, confirm
 from kvkeep.evaluation.tasks.base import Task
 from kvkeep.policies.compose import policy
