@@ -262,6 +262,27 @@ def test_few_bits_are_matched_and_sealed_by_their_bytes(tmp_path: Path) -> None:
         bench.run(arm, "one", tmp_path / "other", plan, study)
 
 
+@dataclass
+class Failing(Bench):
+    """Cannot run one arm at one number of entries."""
+
+    at: tuple[str, int] = ("", 0)
+
+    def run(self, arm: Arm, model: str, out: Path, plan: Plan, study: Preregistration | None = None) -> Run:
+        if ("period" if arm.policy.buffer == 32 else "", arm.policy.amount.count) == self.at:
+            raise ConfigError("out of room")
+        return super().run(arm, model, out, plan, study)
+
+
+def test_a_run_that_fails_while_matching_is_no_near_miss(tmp_path: Path) -> None:
+    """The screening's budget would pass for the nearest one, and its gain for one of equal memory."""
+    bench = Failing({("period", "one", "dev"): 7}, at=("period", 72))
+    with pytest.raises(ConfigError, match="out of room"):
+        whole(stages(tmp_path, bench))
+    assert "dev one period 80" in bench.log
+    assert not (tmp_path / "study.yaml").exists()
+
+
 def test_the_plan_is_sealed_and_a_second_call_keeps_it(tmp_path: Path) -> None:
     """Held-out problems are touched under a frozen plan, and that plan does not move."""
     bench = Bench({("period", "one", "confirm"): 9, ("period", "two", "confirm"): 9})
