@@ -9,7 +9,7 @@ import torch
 
 import kvkeep
 from kvkeep.core.policy import Policy
-from kvkeep.testing import oracle
+from kvkeep.engine.attention import attention_name
 from kvkeep.testing.models import FAMILIES, left_padded, tiny_model, tokens
 from kvkeep.testing.oracle import oracle_gap, replay
 from kvkeep.testing.watching import WatchedCache, feed, pieces
@@ -80,4 +80,4 @@ def test_the_oracle_puts_the_attention_back() -> None:
     """A test that leaves its own attention in a model spoils the next one."""
     model = tiny_model("llama")
     oracle_gap(model, POLICIES["vase-dkv"], new=2)
-    assert oracle.attention_name(model) == "sdpa"
+    assert attention_name(model) == "sdpa"

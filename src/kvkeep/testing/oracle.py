@@ -11,8 +11,7 @@ in few bits are rounded in the second one by the formula, each vector from what 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.core.policy import Policy
 from kvkeep.core.precision import Precision
-from kvkeep.engine.attention import attention_name, restore, set_attention
+from kvkeep.engine.attending import attending, explicit_mask
+from kvkeep.engine.attention import restore
 from kvkeep.testing.models import left_padded, tokens
 from kvkeep.testing.watching import Replaced, WatchedCache, feed, pieces
 
@@ -88,22 +86,6 @@ def _as_stored(vectors: Tensor, columns: Tensor | None, precision: Precision | N
     step = ((groups.amax(-1, keepdim=True) - low) / (2**precision.bits - 1)).half().double()
     codes = ((groups - low) / step.clamp(min=1e-12)).round().clamp(0, 2**precision.bits - 1)
     return torch.where(columns[..., None], (low + codes * step).flatten(-2), vectors)
-
-
-def _mask(**options: Any) -> Tensor | None:
-    return sdpa_mask(**(options | {"allow_is_causal_skip": False}))  # always a mask, never a promise
-
-
-@contextmanager
-def _oracle_attention(model: PreTrainedModel) -> Iterator[None]:
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _mask)
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
-    before = attention_name(model)
-    set_attention(model, _NAME)
-    try:
-        yield
-    finally:
-        set_attention(model, before)
 
 
 def _visibility(seen: list[list[Tensor]], mask: Tensor, start: int, end: int) -> Tensor:
@@ -169,7 +151,7 @@ def replay(
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     start, logits = 0, []
-    with _oracle_attention(model):
+    with attending(model, _NAME, _attention, explicit_mask):
         for forward, (length, layers) in enumerate(zip(lengths, seen, strict=True)):
             end = start + length
             for each in replaced:

@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.core.view import Rope
-from kvkeep.engine.attention import attention_name, set_attention
+from kvkeep.engine.attending import attending, explicit_mask
 from kvkeep.gates.block_gates import BlockGates, pool_blocks
 from kvkeep.kernels.rotation import unrotate
 from kvkeep.training.block_recipe import BlockRecipe
@@ -130,10 +128,6 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _mask(**options: Any) -> Tensor | None:
-    return sdpa_mask(**(options | {"allow_is_causal_skip": False}))  # always a mask, never a promise
-
-
 @contextmanager
 def teaching(model: PreTrainedModel) -> Iterator[None]:
     """Let a model attend in lessons; at the end it attends as before.
@@ -148,15 +142,8 @@ def teaching(model: PreTrainedModel) -> Iterator[None]:
             f"block gates cannot be trained on {type(model).__name__}",
             ["it does not choose its attention function by name"],
         )
-    if _NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, _mask)
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
-    before = attention_name(model)
-    set_attention(model, _NAME)
-    try:
+    with attending(model, _NAME, _attend, explicit_mask):
         yield
-    finally:
-        set_attention(model, before)
 
 
 @contextmanager

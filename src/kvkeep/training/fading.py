@@ -15,12 +15,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.core.errors import UnsupportedError
 from kvkeep.core.spec import ModelSpec
-from kvkeep.engine.attention import attention_name, restore, set_attention
+from kvkeep.engine.attending import attending
+from kvkeep.engine.attention import restore
 from kvkeep.engine.tap import attention_modules, tap_reasons
 from kvkeep.gates.modules import RetentionGates
 from kvkeep.kernels.retention_attention import Packing, retention_attention
@@ -95,21 +94,21 @@ def fading(model: PreTrainedModel, spec: ModelSpec) -> Iterator[Tape]:
         reasons.append("it does not choose its attention function by name: its entries would not fade")
     if reasons:
         raise UnsupportedError(f"gates cannot be trained on {type(model).__name__}", reasons)
-    if _NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, lambda *args, **kwargs: None)  # documents decide instead
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, _attend)
     restore(model)
-    before, tape, hooks = attention_name(model), Tape(), []
+    tape, hooks = Tape(), []
     try:
         for index, window in layers.items():
             hook = _pass_on(tape, index, window)
             hooks.append(found[index][0].register_forward_pre_hook(hook, with_kwargs=True))
-        set_attention(model, _NAME)
-        yield tape
+        with attending(model, _NAME, _attend, _no_mask):
+            yield tape
     finally:
         for handle in hooks:
             handle.remove()
-        set_attention(model, before)
+
+
+def _no_mask(**options: Any) -> None:
+    """Documents decide who sees whom."""
 
 
 def _pass_on(tape: Tape, index: int, window: int | None) -> Any:
