@@ -73,9 +73,15 @@ def nats(scores: Sequence[dict[str, Any]]) -> np.ndarray:
     return np.array([sum(each["nats"]) / sum(each["tokens"]) for each in scores])
 
 
+def _text_logs(runs: Path) -> dict[str, Any]:
+    """Name of an arm -> its log, of those that read as many chapters as the full cache did."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted((runs / "text").glob("*.json"))}
+    return {name: log for name, log in found.items() if len(log["scores"]) == len(found["full"]["scores"])}
+
+
 def text_part(runs: Path) -> list[str]:
     """Likelihood of the chapters: bounded arms, then those that keep everything."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted((runs / "text").glob("*.json"))}
+    found = _text_logs(runs)
 
     def of(name: str) -> Any:
         return found.get(name.replace(", ", "-").replace(" ", "-"))
@@ -241,8 +247,7 @@ def page(runs: Path, out: Path) -> None:
     out.write_text("\n".join(lines).rstrip() + "\n")
     heads = [{key: value for key, value in error.items() if key != "rows"}]
     heads += [
-        {key: value for key, value in json.loads(path.read_text()).items() if key != "scores"}
-        for path in sorted((runs / "text").glob("*.json"))
+        {key: value for key, value in log.items() if key != "scores"} for log in _text_logs(runs).values()
     ]
     heads.append(json.loads(_needles(runs).with_suffix(".header.json").read_text()))
     heads += [header.as_dict() for header in headers(runs)]

@@ -43,9 +43,12 @@ from kvkeep.evaluation.likelihood import read_windows
 from kvkeep.evaluation.probing import probe
 from kvkeep.evaluation.shared_reading import SharedReading
 
-#: Chapters of the Python reference, as in smollm2.md and two more.
-TOPICS = ("specialnames", "compound", "formatstrings", "typesseq", "import", "debugger")
-READ = 4  # chapters that are read for their likelihood
+#: Chapters of the Python reference: as in smollm2.md, two more, and the next six by length that share no text.
+TOPICS = (
+    *("specialnames", "compound", "formatstrings", "typesseq", "import", "debugger"),
+    *("types", "string-methods", "attribute-access", "typesmapping", "assignment", "comparisons"),
+)
+ATTENDED = 6  # chapters in which the output of attention is looked at
 
 
 def load(model: str) -> Loaded:
@@ -70,21 +73,26 @@ def windows(loaded: Loaded) -> torch.Tensor:
 
 
 def todo(folder: Path, arms: dict[str, Arm]) -> Iterator[tuple[str, Arm, Path]]:
-    """The arms that have no file yet."""
+    """The arms that have not read all chapters yet."""
     for name, arm in arms.items():
         out = folder / f"{name.replace(', ', '-').replace(' ', '-')}.json"
-        if not out.exists():
+        if not _read(out):
             yield name, arm, out
+
+
+def _read(out: Path) -> bool:
+    """Whether an arm has read all chapters."""
+    return out.exists() and len(json.loads(out.read_text())["scores"]) == len(TOPICS)
 
 
 def run_text(runs: Path, model: str) -> None:
     """Log-likelihood of the chapters: each arm reads all of them."""
     loaded = load(model)
-    ids, about = windows(loaded)[:READ], facts(loaded, model)
+    ids, about = windows(loaded), facts(loaded, model)
     read_text(runs, loaded, ids, about, {"full": UNBOUNDED["full"], **BOUNDED})
     for name, settings in STOCK.items():
         out = runs / "text" / f"{name}.json"
-        found = [] if out.exists() else stock_scores(loaded, ids, settings)
+        found = [] if _read(out) else stock_scores(loaded, ids, settings)
         if found:
             write(out, json.dumps({**about, "stock": settings, "scores": found}))
     read_text(runs, loaded, ids, about, UNBOUNDED)
@@ -93,7 +101,7 @@ def run_text(runs: Path, model: str) -> None:
 def read_text(
     runs: Path, loaded: Loaded, ids: torch.Tensor, about: dict[str, Any], arms: dict[str, Arm]
 ) -> None:
-    """Read the chapters under the arms that have no file yet."""
+    """Read the chapters under the arms that have not."""
     for name, arm, out in todo(runs / "text", arms):
         begin = time.monotonic()
         scores = read_windows(
@@ -139,7 +147,7 @@ def run_error(runs: Path, model: str) -> None:
     if out.exists():
         return
     loaded = load(model)
-    found = output_errors(loaded.model, windows(loaded))
+    found = output_errors(loaded.model, windows(loaded)[:ATTENDED])
     write(out, json.dumps({**facts(loaded, model), "window": WINDOW, "rows": found}))
     note("output errors done")
 
