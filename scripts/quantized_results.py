@@ -43,7 +43,7 @@ from kvkeep.evaluation.likelihood import read_windows
 from kvkeep.evaluation.probing import probe
 from kvkeep.evaluation.shared_reading import SharedReading
 
-#: Chapters of the Python reference: as in smollm2.md, two more, and the next six by length that share no text.
+#: Chapters of the Python reference: as in smollm2.md, two more, the next six by length without common text.
 TOPICS = (
     *("specialnames", "compound", "formatstrings", "typesseq", "import", "debugger"),
     *("types", "string-methods", "attribute-access", "typesmapping", "assignment", "comparisons"),
