@@ -24,6 +24,9 @@ from quantized_arms import (
 from quantized_reasoner import headers, reasoner_part
 from scipy import stats
 
+from kvkeep.evaluation.statistics.paired import paired_difference
+from kvkeep.evaluation.statistics.problem_means import ProblemMeans
+
 
 def mean_interval(values: Sequence[float]) -> str:
     """Mean and 95 % interval over windows, Student's t."""
@@ -192,7 +195,8 @@ def needle_part(runs: Path) -> list[str]:
                 "all" if arm.budget is None else str(arm.budget),
                 f"{right} of {len(each)} [{100 * low:.0f}, {100 * high:.0f}]",
                 f"{np.mean(cost):.3f}",
-                *(_against(arm, name, base, found) for base in ("random", "none", "16 bits")),
+                _more_found(arm, name, found),
+                *(_cheaper(arm, name, base, found) for base in ("random", "none", "16 bits")),
             ]
         )
     return [
@@ -201,7 +205,9 @@ def needle_part(runs: Path) -> list[str]:
         f"{len(found)} needles at depths spread evenly in {head['length']} tokens, SmolLM2-135M-Instruct. "
         f"KeyDiff at the bytes of {PLAIN} full entries per head; the prompt is evicted, and rounded, when "
         "it has been read. Intervals in percent are Wilson's; nats per digit of the right answer after "
-        "its first token.",
+        "its first token. `more than random`: needles found beyond those of a random reserve, in points, "
+        "paired (bootstrap, p by flipping signs; [+0, +0] where no needle tells them apart); the columns "
+        "after it are differences in nats per digit.",
         "",
         *rows(
             (
@@ -209,6 +215,7 @@ def needle_part(runs: Path) -> list[str]:
                 "entries",
                 "found",
                 "nats per digit",
+                "more than random",
                 "against random",
                 "against none",
                 "against 16 bits",
@@ -218,10 +225,37 @@ def needle_part(runs: Path) -> list[str]:
     ]
 
 
-def _against(arm: Arm, name: str, base: str, found: Sequence[dict[str, Any]]) -> str:
-    """Paired difference in nats per digit to an arm at the same bits (or in full precision)."""
+def _other(arm: Arm, name: str, base: str) -> str | None:
+    """The arm at the same bits (or in full precision) to compare with; none if this is no rule."""
     other = base if base == "16 bits" else f"{arm.precision.bits} bits, {base}" if arm.precision else name
-    if arm.budget is None or other == name or (name.endswith("none") and base == "random"):
+    bare = arm.budget is None or other == name or (name.endswith("none") and base == "random")
+    return None if bare else other
+
+
+def _more_found(arm: Arm, name: str, found: Sequence[dict[str, Any]]) -> str:
+    """Needles found, in points, beyond those of a random reserve; paired."""
+    other = _other(arm, name, "random")
+    if other is None:
+        return "–"
+    mine, theirs = (_found(found, each) for each in (name, other))
+    one = paired_difference(theirs, mine, rng=np.random.default_rng(0))
+    low, high = one.interval
+    return f"{100 * one.estimate:+.0f} [{100 * low:+.0f}, {100 * high:+.0f}], p {one.p:.3f}"
+
+
+def _found(found: Sequence[dict[str, Any]], name: str) -> ProblemMeans:
+    """Whether an arm found each needle."""
+    ids = tuple(row["id"] for row in found)
+    means = np.array([float(row["arms"][name]["correct"]) for row in found])
+    return ProblemMeans(
+        ids=ids, groups=ids, means=means, draws=np.ones(len(ids), dtype=np.int64), first=means, share=True
+    )
+
+
+def _cheaper(arm: Arm, name: str, base: str, found: Sequence[dict[str, Any]]) -> str:
+    """Paired difference in nats per digit."""
+    other = _other(arm, name, base)
+    if other is None:
         return "–"
     cost = [[float(np.mean(row["arms"][each]["nats"][1:])) for each in (name, other)] for row in found]
     return mean_interval([mine - theirs for mine, theirs in cost])
