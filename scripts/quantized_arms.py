@@ -16,9 +16,14 @@ WINDOW = 768  # tokens of a chapter that are read
 PLAIN = 128  # entries in full precision whose bytes all bounded arms take
 
 
-def few_bytes(bits: int, group: int = GROUP) -> int:
+def few_bytes(bits: int, group: int = GROUP, key_bits: int | None = None) -> int:
     """Bytes of key and value of an entry in few bits."""
-    return 2 * row_bytes(DIM, bits, group)
+    return row_bytes(DIM, key_bits or bits, group) + row_bytes(DIM, bits, group)
+
+
+def entry_bytes(precision: Precision) -> int:
+    """The same, in this precision."""
+    return few_bytes(precision.bits, precision.group, precision.key_bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ class Arm:
         if self.precision is None:
             return (kept + (self.buffer / 2 if self.budget else 0)) * FULL_BYTES
         full = min(kept, self.precision.settled(buffer=self.buffer, budget=self.budget).full)
-        few = few_bytes(self.precision.bits, self.precision.group)
+        few = entry_bytes(self.precision)
         return (full + self.buffer / 2) * FULL_BYTES + max(0.0, kept - full) * few
 
     def flags(self) -> list[str]:
@@ -57,6 +62,7 @@ class Arm:
         if self.precision is None:
             return words
         words += ["--kv-bits", str(self.precision.bits), "--protect", self.precision.protect]
+        words += [] if self.precision.key_bits is None else ["--kv-key-bits", str(self.precision.key_bits)]
         if self.precision.protect != "none":
             for name in ("reserve", "sinks", "recent"):
                 value = getattr(self.precision, name)
@@ -83,12 +89,16 @@ def protecting(bits: int, rule: str, reserve: int = RESERVE, group: int = GROUP)
     )
 
 
+#: Keys in 4 bits, values in 2.
+KEYS_4 = Precision(bits=2, key_bits=4, protect="none", group=GROUP)
+
+
 def same_bytes(name: str, precision: Precision, plain: int = PLAIN) -> Arm:
     """The budget at which a policy in two precisions takes the bytes of ``plain`` entries in one."""
     target = Arm(name=name, budget=plain).bytes_at()
     full = precision.settled(buffer=BUFFER, budget=plain).full
     rest = target - (full + BUFFER / 2) * FULL_BYTES
-    return Arm(name=name, budget=full + int(rest / few_bytes(precision.bits)), precision=precision)
+    return Arm(name=name, budget=full + int(rest / entry_bytes(precision)), precision=precision)
 
 
 def bounded(name: str = "snapkv") -> dict[str, Arm]:
@@ -99,6 +109,7 @@ def bounded(name: str = "snapkv") -> dict[str, Arm]:
         for bits in (4, 2):
             arms[f"bounded, {bits} bits, {rule}"] = same_bytes(name, protecting(bits, rule))
     arms["bounded, 8 bits, none"] = same_bytes(name, protecting(8, "none"))
+    arms["bounded, K4 V2, none"] = same_bytes(name, KEYS_4)
     return arms
 
 
@@ -108,6 +119,7 @@ def unbounded() -> dict[str, Arm]:
     for bits, group in ((8, 32), (4, 32), (2, 32), (2, 8)):
         precision = protecting(bits, "none", group=group)
         arms[f"full, {bits} bits in groups of {group}"] = Arm(name="full", precision=precision)
+    arms["full, K4 V2 in groups of 32"] = Arm(name="full", precision=KEYS_4)
     for rule in ("range", "attention", "random", "recent"):
         arms[f"full, 2 bits, {rule}"] = Arm(name="full", precision=protecting(2, rule, reserve=64))
     return arms

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from kvkeep_command import kvkeep as command
 from page_tables import rows
-from quantized_arms import FULL_BYTES, Arm, few_bytes
+from quantized_arms import FULL_BYTES, KEYS_4, Arm, entry_bytes
 from smollm2_results import note
 
 from kvkeep.core.precision import Precision
@@ -35,17 +35,17 @@ HEAD = ("arm", "budget", "mean cache", "bytes per head", "problems", "score", "a
 RULES = ("none", "range", "random", "attention", "recent", "policy")
 
 
-def _precision(bits: int, rule: str) -> Precision:
+def _precision(bits: int, rule: str, key_bits: int | None = None) -> Precision:
     """The prompt keeps full precision in every bounded arm: it is read for its own sake, and in all alike."""
     if rule == "none":  # slots of full precision that a shorter prompt leaves hold the newest
-        return Precision(bits=bits, protect="recent", sinks=LONGEST, recent=0, reserve=0)
+        return Precision(bits=bits, key_bits=key_bits, protect="recent", sinks=LONGEST, recent=0, reserve=0)
     return Precision(bits=bits, protect=rule, sinks=LONGEST, recent=RECENT, reserve=RESERVE)  # type: ignore[arg-type]
 
 
-def _bounded(bits: int, rule: str) -> Arm:
+def _bounded(bits: int, rule: str, key_bits: int | None = None) -> Arm:
     """The budget at which the chain takes, in two precisions, the bytes that 90 entries take in one."""
-    precision = _precision(bits, rule)
-    few = (PROMPT + PLAIN - precision.full) * FULL_BYTES // few_bytes(bits)
+    precision = _precision(bits, rule, key_bits)
+    few = (PROMPT + PLAIN - precision.full) * FULL_BYTES // entry_bytes(precision)
     budget = precision.full + few - PROMPT
     return Arm(name=POLICY, budget=budget, precision=precision, buffer=BUFFER, on_top=PROMPT)
 
@@ -56,7 +56,9 @@ def arms() -> dict[str, Arm]:
     for group in (RULES[:3], RULES[3:]):
         for bits in (2, 4):
             found |= {f"{bits} bits, {rule}": _bounded(bits, rule) for rule in group}
+    found["K4 V2, none"] = _bounded(2, "none", key_bits=4)
     found["full"] = Arm(name="full", buffer=BUFFER)
+    found["full, K4 V2, none"] = Arm(name="full", buffer=BUFFER, precision=KEYS_4)
     for bits, rule in ((4, "none"), (2, "none"), *((2, rule) for rule in RULES[1:5])):
         reserve = None if rule == "none" else FULL_RESERVE
         precision = Precision(bits=bits, protect=rule, reserve=reserve)  # type: ignore[arg-type]

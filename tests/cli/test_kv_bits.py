@@ -41,6 +41,15 @@ def test_first_and_newest_tokens_that_are_spared(run: Run, tiny_folder: Path) ->
     assert trace["few_bits_entries"] == 24 - (9 + 2 + 4)
 
 
+def test_keys_in_more_bits_than_values(run: Run, tiny_folder: Path) -> None:
+    """Who asks for exact keys gets them, at their price."""
+    common = ("generate", words(40), "--model", tiny_folder, *SHORT, "--max-new-tokens", 40, "--json")
+    flags = ("--kv-bits", 2, *BITS[2:])
+    both, keys = (facts(run(*common, *flags, *more))["trace"] for more in ((), ("--kv-key-bits", 8)))
+    assert keys["precision"].startswith("2 bits (keys 8), groups of 8")
+    assert keys["kv_bytes"] > both["kv_bytes"]
+
+
 def test_perplexity_of_the_full_cache_in_few_bits(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
     """The full cache in few bits is compared with the full cache as it is, not with itself."""
     text = tmp_path / "text.txt"
@@ -75,6 +84,8 @@ def test_a_run_log_says_the_precision_and_match_can_use_it(
     ("flags", "message"),
     [
         (("--protect", "range"), "add --kv-bits 4"),
+        (("--kv-key-bits", 4), "--kv-key-bits says how entries in few bits are stored"),
+        (("--kv-bits", 4, "--kv-key-bits", 3), "key_bits=3 is not offered"),
         (("--kv-prompt", "full"), "--kv-prompt says how entries in few bits are stored"),
         (("--kv-bits", 4, "--kv-group", 8, "--kv-prompt", "full"), "this budget counts the prompt"),
         (("--kv-sinks", 8), "--kv-sinks says how entries in few bits are stored"),

@@ -428,6 +428,7 @@ def test_change_of_the_internal_number_is_paired() -> None:
     "precision",
     [
         Precision(bits=4),
+        Precision(bits=2, key_bits=4),
         Precision(bits=2, protect="recent", group=16, reserve=0, sinks=2, recent=8),
         Precision(bits=8, protect="policy", prompt="full"),
     ],
@@ -442,4 +443,5 @@ def test_a_precision_comes_back_from_its_flags(precision: Precision) -> None:
 
     numbers = (number(f"--kv-{name}") for name in ("group", "reserve", "sinks", "recent"))
     bits, protect, prompt = number("--kv-bits"), given.get("--protect"), given.get("--kv-prompt")
-    assert options.make_precision(bits, protect, *numbers, prompt) == precision
+    keys = number("--kv-key-bits")
+    assert options.make_precision(bits, protect, *numbers, prompt, keys) == precision

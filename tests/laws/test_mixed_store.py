@@ -15,7 +15,7 @@ from kvkeep.core.precision import Precision
 from tests.reference import few_bits as reference
 
 DIM, HEADS = 16, 2
-PRECISION = Precision(bits=4, group=8)
+PRECISION = Precision(bits=2, key_bits=4, group=8)
 
 
 def empty(kind: str, batch: int) -> MixedStore[Any]:
@@ -95,7 +95,7 @@ class Twin:
         position, key, value, mark, low = entry
         if not full and not low:
             key, value = (
-                reference.row(vector, PRECISION.bits, PRECISION.group)[1] for vector in (key, value)
+                reference.row(vector, bits, PRECISION.group)[1] for vector, bits in ((key, 4), (value, 2))
             )
         return [position, key, value, mark, not full]
 
@@ -111,7 +111,7 @@ class Twin:
                         continue
                     new = self.random.normal(size=DIM)
                     values[place, head, index] = torch.from_numpy(new)
-                    low = reference.row(new.tolist(), PRECISION.bits, PRECISION.group)[1]
+                    low = reference.row(new.tolist(), 2, PRECISION.group)[1]
                     entry[2] = low if entry[4] else new.tolist()
         before = self.store.low.padded(None, "values")["values"].clone()
         self.store.set_values(rows, values)
@@ -188,7 +188,7 @@ def test_an_entry_in_both_parts_is_found() -> None:
     store = empty("paged", 1)
     keys = torch.randn(1, HEADS, 3, DIM, dtype=torch.float64)
     store.full.append(keys, keys, torch.arange(3)[None], [3])
-    few = torch.zeros(1, HEADS, 1, store.low.pool.keys.shape[-1], dtype=torch.uint8)
-    store.low.append(few, few, torch.ones(1, 1, dtype=torch.int64), [1])
+    few = (each.new_zeros(1, HEADS, 1, each.shape[-1]) for each in low_rows(keys, keys, PRECISION))
+    store.low.append(*few, torch.ones(1, 1, dtype=torch.int64), [1])
     with pytest.raises(CacheIntegrityError, match="both in full precision and in few bits"):
         store.check_integrity()

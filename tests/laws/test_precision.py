@@ -64,7 +64,11 @@ def test_logits_are_those_of_a_full_cache_with_rounded_entries(name: str, protec
         new=45,
         store=on(policy, store),
         page_size=5,
-        precision=some(bits=2 if protect == "random" else 4, protect=protect),
+        precision=some(
+            bits=2 if protect in ("random", "recent") else 4,
+            key_bits=8 if protect == "recent" else None,
+            protect=protect,
+        ),
     )
     assert gap.largest < TIGHT
     assert gap.rounded > 100
@@ -214,17 +218,16 @@ def test_policies_see_what_attention_sees(protect: str, store: str) -> None:
     assert seen[False] > 5
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_bytes_are_those_of_the_formula(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "keys"), [(2, None), (4, None), (8, None), (2, 4)])
+def test_bytes_are_those_of_the_formula(bits: int, keys: int | None) -> None:
     """A user plans memory with this number: full entries and a buffer, the rest in few bits with scales."""
-    model, precision = tiny_model(), some(bits)
+    model, precision = tiny_model(), some(bits, key_bits=keys)
     cache = kvkeep.RetentionCache(model, POLICIES["vase-attnv"], precision=precision)
     ids = tokens(2, 130)
     feed(model, cache, ids, torch.ones_like(ids), [90, *[1] * 40])
-    spec, few = (
-        cache.spec,
-        sum(row_bytes(dim, bits, 8) for dim in (cache.spec.head_dim, cache.spec.value_dim)),
-    )
+    spec = cache.spec
+    few = row_bytes(spec.head_dim, keys or bits, 8) + row_bytes(spec.value_dim, bits, 8)
+    assert few == precision.weight * 2 * (spec.head_dim + spec.value_dim)
     heads = 2 * spec.kv_heads * len(spec.managed)
     full = (precision.full + 8) * 4 * (spec.head_dim + spec.value_dim)
     assert cache.trace.kv_bytes == heads * (full + (24 - precision.full) * few)
@@ -428,6 +431,12 @@ def test_what_cannot_work_is_refused_with_reasons() -> None:
     with pytest.raises(ConfigError, match=r"give precision=Precision\(bits=4, protect='recent'\)"):
         make(model, policy, protect="recent", precision=some())
     assert not some(4).check(36 * 2, 8)
+    assert not some(2, key_bits=4).check(16, 16)
+    assert "leave key_bits out" in some(2, key_bits=4).check(16, 24)[0]
+    assert (
+        "2 bits do not fill whole bytes: use key_bits=8"
+        in Precision(bits=8, key_bits=2, group=9).check(9, 9)[0]
+    )
     assert "do not fill whole bytes: use bits=8" in Precision(bits=2, group=9).check(18, 8 * 9)[0]
     with pytest.raises(ConfigError, match=r"is no kvkeep\.Precision"):
         make(model, policy, precision=4)  # type: ignore[arg-type]
@@ -438,6 +447,8 @@ def test_what_cannot_work_is_refused_with_reasons() -> None:
     [
         ({"bits": 3}, "bits=3 is not offered: use 8, 4 or 2"),
         ({"bits": 4.0}, "bits=4.0 is not offered"),
+        ({"bits": None}, "bits=None is not offered"),
+        ({"bits": 4, "key_bits": 3}, "key_bits=3 is not offered: use 8, 4 or 2"),
         ({"bits": 4, "group": 4}, "group=4 is not a whole number of at least 8"),
         ({"bits": 4, "reserve": -1}, "reserve=-1"),
         ({"bits": 4, "protect": "none", "reserve": 4}, "reserve, recent and prompt='full' have no meaning"),

@@ -98,7 +98,7 @@ class MixedStore(Generic[Part]):
             return torch.cat([low, exact], 2)
         split = low.shape[2]
         both = exact.new_empty((*exact.shape[:2], split + exact.shape[2], exact.shape[3]))
-        bits, group = self.precision.bits, self.precision.group
+        bits, group = self.precision.width(name), self.precision.group
         few_bits.decode(low, bits, group, exact.shape[3], exact.dtype, out=both[:, :, :split])
         both[:, :, split:].copy_(exact)
         return both
@@ -184,7 +184,7 @@ class MixedStore(Generic[Part]):
         split = _longest(self.low, rows)
         self.full.set_values(rows, new[:, :, split:])
         if split:
-            bits, group = self.precision.bits, self.precision.group
+            bits, group = self.precision.width("values"), self.precision.group
             changed = (new[:, :, :split] != old[:, :, :split]).any(-1, keepdim=True)
             bytes_now = self.low.padded(rows, "values")["values"]
             fresh = few_bits.encode(new[:, :, :split], bits, group)
@@ -235,7 +235,7 @@ class MixedStore(Generic[Part]):
     def _all_encoded(self, name: str, rows: Sequence[int]) -> Tensor:
         """Bytes of the low entries as they are, then of the full ones, written down now."""
         full = self.full.padded(rows, name)[name]
-        fresh = few_bits.encode(full, self.precision.bits, self.precision.group)
+        fresh = few_bits.encode(full, self.precision.width(name), self.precision.group)
         return torch.cat([self.low.padded(rows, name)[name], fresh], 2)
 
     def forget_newest(self, removed: int) -> None:
@@ -266,11 +266,11 @@ class MixedStore(Generic[Part]):
 def low_rows(keys: Tensor, values: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
     """Empty tensors like the bytes of such keys and values: what to lay ``low`` out with."""
 
-    def like(tensor: Tensor) -> Tensor:
-        width = few_bits.row_bytes(tensor.shape[-1], precision.bits, precision.group)
+    def like(tensor: Tensor, kind: str) -> Tensor:
+        width = few_bits.row_bytes(tensor.shape[-1], precision.width(kind), precision.group)
         return tensor.new_empty((*tensor.shape[:-2], 0, width), dtype=torch.uint8)
 
-    return like(keys), like(values)
+    return like(keys, "keys"), like(values, "values")
 
 
 def _longest(store: DenseStore | PagedStore | MixedStore[Any], rows: Sequence[int] | None) -> int:

@@ -36,6 +36,7 @@ def evaluate(
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
     kv_bits: opt.KvBits = None,
+    kv_key_bits: opt.KvKeyBits = None,
     protect: opt.ProtectRule = None,
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
@@ -121,7 +122,9 @@ def evaluate(
         prompt=prompt,
         calibration=calibration,
         gates=gates,
-        precision=opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt),
+        precision=opt.make_precision(
+            kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt, kv_key_bits
+        ),
         prefill_chunk=prefill_chunk,
         dtype=dtype,
         attention=attention,

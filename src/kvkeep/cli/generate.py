@@ -25,6 +25,7 @@ def generate(
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
     kv_bits: opt.KvBits = None,
+    kv_key_bits: opt.KvKeyBits = None,
     protect: opt.ProtectRule = None,
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
@@ -71,7 +72,9 @@ def generate(
         token_budget=token_budget,
     )
     opt.refuse_unused(chosen, amount)
-    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt)
+    precision = opt.make_precision(
+        kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt, kv_key_bits
+    )
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
 

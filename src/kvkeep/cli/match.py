@@ -38,6 +38,7 @@ def match(
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
     kv_bits: opt.KvBits = None,
+    kv_key_bits: opt.KvKeyBits = None,
     protect: opt.ProtectRule = None,
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
@@ -69,7 +70,9 @@ def match(
     from kvkeep.evaluation.runlog import read_run
     from kvkeep.evaluation.tasks.registry import task_class
 
-    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt)
+    precision = opt.make_precision(
+        kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, kv_prompt, kv_key_bits
+    )
     if on is not None and on not in get_args(MatchOn):
         raise ConfigError(f"--match-on {on!r} is unknown: use {' or '.join(get_args(MatchOn))}.")
     target = read_run(reference)

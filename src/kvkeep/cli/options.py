@@ -81,6 +81,10 @@ KvBits = Annotated[
         help="Store entries in 8, 4 or 2 bits, but for those that --protect names [full precision for all]."
     ),
 ]
+KvKeyBits = Annotated[
+    int | None,
+    typer.Option(help="Bits of keys, which need more of them than values, with --kv-bits [as many]."),
+]
 ProtectRule = Annotated[
     str | None,
     typer.Option(
@@ -235,6 +239,7 @@ def make_precision(
     sinks: int | None,
     recent: int | None,
     prompt: str | None = None,
+    key_bits: int | None = None,
 ) -> Precision | None:
     """What the flags say of few bits; ``None`` if all entries stay in full precision.
 
@@ -246,8 +251,8 @@ def make_precision(
     from kvkeep.core.precision import Precision
 
     given: dict[str, Any] = {"protect": protect, "group": group, "reserve": reserve}
-    given |= {"sinks": sinks, "recent": recent, "prompt": prompt}
-    flags = {name: "--protect" if name == "protect" else f"--kv-{name}" for name in given}
+    given |= {"sinks": sinks, "recent": recent, "prompt": prompt, "key_bits": key_bits}
+    flags = {name: "--protect" if name == "protect" else f"--kv-{name.replace('_', '-')}" for name in given}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if bits is None:
         for name in chosen:

@@ -36,6 +36,7 @@ def perplexity(
     calibration: opt.Calibration = None,
     gates: opt.Gates = None,
     kv_bits: opt.KvBits = None,
+    kv_key_bits: opt.KvKeyBits = None,
     protect: opt.ProtectRule = None,
     kv_group: opt.KvGroup = None,
     kv_reserve: opt.KvReserve = None,
@@ -76,7 +77,9 @@ def perplexity(
         token_budget=token_budget,
     )
     opt.refuse_unused(chosen, amount)
-    precision = opt.make_precision(kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent)
+    precision = opt.make_precision(
+        kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, key_bits=kv_key_bits
+    )
     opt.require_calibration(chosen, calibration)
     opt.require_gates(chosen, gates)
     if chunk is None:

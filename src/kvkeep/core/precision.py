@@ -43,6 +43,9 @@ class Precision:
     ----------
     bits
         Of a code: 2, 4 or 8. Scales are counted on top (:meth:`bits_per_channel`).
+    key_bits
+        Of a key's codes, if not as many: an error in a key moves attention to other entries, one in a value
+        only changes what is read there. ``None``: ``bits``.
     protect
         Rule by which the reserve is filled; ``"none"`` protects nothing, sinks and newest entries neither.
     group
@@ -66,9 +69,12 @@ class Precision:
     5.0
     >>> Precision(bits=4, group=16).weight
     0.375
+    >>> Precision(bits=2, key_bits=4).bits_per_channel
+    4.0
     """
 
     bits: int
+    key_bits: int | None = None
     protect: Protect = "range"
     group: int = 32
     reserve: int | None = None
@@ -77,8 +83,9 @@ class Precision:
     prompt: PromptBits = "few"
 
     def __post_init__(self) -> None:
-        if type(self.bits) is not int or self.bits not in _BITS:
-            raise ConfigError(f"bits={self.bits!r} is not offered: use 8, 4 or 2, or leave it out.")
+        for name, value in (("bits", self.bits), ("key_bits", self.key_bits)):
+            if (type(value) is not int or value not in _BITS) and (name, value) != ("key_bits", None):
+                raise ConfigError(f"{name}={value!r} is not offered: use 8, 4 or 2, or leave it out.")
         if self.protect not in PROTECT:
             raise UnknownNameError("protect rule", str(self.protect), PROTECT)
         for name, least in (("group", _LEAST_GROUP), ("reserve", 0), ("sinks", 0), ("recent", 0)):
@@ -97,10 +104,17 @@ class Precision:
                 "meaning: leave them out, or use protect='recent'."
             )
 
+    def width(self, kind: str) -> int:
+        """Bits of a code of ``"keys"`` or ``"values"``."""
+        return self.key_bits if kind == "keys" and self.key_bits is not None else self.bits
+
     @property
     def bits_per_channel(self) -> float:
-        """Bits that a channel takes, a low and a step of 16 bits for each group included."""
-        return self.bits + 2 * 16 / self.group
+        """Bits that a channel takes, a low and a step of 16 bits for each group included.
+
+        The mean over as many channels of keys as of values.
+        """
+        return (self.width("keys") + self.width("values")) / 2 + 2 * 16 / self.group
 
     @property
     def weight(self) -> float:
@@ -134,25 +148,37 @@ class Precision:
 
     def check(self, head_dim: int, value_dim: int) -> list[str]:
         """Reasons why heads of so many channels cannot be stored like this; empty if they can."""
-        return [
-            f"{kind} have {dim} channels, which groups of {self.group} do not fill: use group="
-            f"{next((size for size in (64, 32, 16, 8) if dim % size == 0), dim)}"
-            for kind, dim in (("keys", head_dim), ("values", value_dim))
-            if dim % self.group
-        ] + [
-            f"{kind} have {dim} channels, whose codes of {self.bits} bits do not fill whole bytes: use bits=8"
-            for kind, dim in (("keys", head_dim), ("values", value_dim))
-            if dim % self.group == 0 and dim * self.bits % 8
-        ]
+        reasons = []
+        if self.width("keys") != self.bits and head_dim != value_dim:
+            reasons.append(
+                f"keys have {head_dim} channels and values {value_dim}, so the mean of both widths is not "
+                "what an entry takes: leave key_bits out"
+            )
+        for kind, dim in (("keys", head_dim), ("values", value_dim)):
+            if dim % self.group:
+                fits = next((size for size in (64, 32, 16, 8) if dim % size == 0), dim)
+                reasons.append(
+                    f"{kind} have {dim} channels, which groups of {self.group} do not fill: use group={fits}"
+                )
+            elif dim * self.width(kind) % 8:
+                name = "key_bits" if kind == "keys" and self.key_bits is not None else "bits"
+                reasons.append(
+                    f"{kind} have {dim} channels, whose codes of {self.width(kind)} bits do not fill whole "
+                    f"bytes: use {name}=8"
+                )
+        return reasons
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         plain = dataclasses.asdict(self)
-        if self.prompt == "few":
-            del plain["prompt"]  # younger than logs and caches that were written without it
+        # Younger than logs and caches that were written without them.
+        for name, default in (("prompt", "few"), ("key_bits", None)):
+            if plain[name] == default:
+                del plain[name]
         return plain
 
     def __str__(self) -> str:
         amount = f" {self.full}" if self.recent is not None and self.reserve is not None else ""
         prompt = ", prompt in full" if self.prompt == "full" else ""
-        return f"{self.bits} bits, groups of {self.group}, protect {self.protect}{amount}{prompt}"
+        keys = "" if self.key_bits in (None, self.bits) else f" (keys {self.key_bits})"
+        return f"{self.bits} bits{keys}, groups of {self.group}, protect {self.protect}{amount}{prompt}"

@@ -56,8 +56,8 @@ def _attention(
         value = torch.where(which[..., None], values.to(value.dtype), value)
     *layers, precision = _rounded.get()
     key, value = (
-        _as_stored(each.double(), columns.get(module.layer_idx), precision)
-        for each, columns in zip((key, value), layers, strict=True)
+        _as_stored(each.double(), columns.get(module.layer_idx), precision, kind)
+        for each, columns, kind in zip((key, value), layers, ("keys", "values"), strict=True)
     )
     q, k, v = query.double(), *(each.repeat_interleave(group, 1) for each in (key, value))
     logits = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scaling is None else scaling)
@@ -77,14 +77,14 @@ def _attention(
     return (shares @ v).transpose(1, 2).contiguous().to(query.dtype), None
 
 
-def _as_stored(vectors: Tensor, columns: Tensor | None, precision: Precision | None) -> Tensor:
+def _as_stored(vectors: Tensor, columns: Tensor | None, precision: Precision | None, kind: str) -> Tensor:
     """Keys or values ``[batch, kv_heads, columns, dim]``, rounded where the first run had few bits."""
     if precision is None or columns is None:
         return vectors
-    groups = vectors.unflatten(-1, (-1, precision.group))
+    groups, top = vectors.unflatten(-1, (-1, precision.group)), 2 ** precision.width(kind) - 1
     low = groups.amin(-1, keepdim=True).half().double()
-    step = ((groups.amax(-1, keepdim=True) - low) / (2**precision.bits - 1)).half().double()
-    codes = ((groups - low) / step.clamp(min=1e-12)).round().clamp(0, 2**precision.bits - 1)
+    step = ((groups.amax(-1, keepdim=True) - low) / top).half().double()
+    codes = ((groups - low) / step.clamp(min=1e-12)).round().clamp(0, top)
     return torch.where(columns[..., None], (low + codes * step).flatten(-2), vectors)
 
 

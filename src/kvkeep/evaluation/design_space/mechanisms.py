@@ -153,7 +153,8 @@ def precision_flags(precision: Precision | None) -> list[str]:
         return []
     default = Precision(bits=precision.bits)
     return [f"--kv-bits {precision.bits}"] + [
-        f"--{'protect' if each.name == 'protect' else f'kv-{each.name}'} {getattr(precision, each.name)}"
+        f"{'--protect' if each.name == 'protect' else '--kv-' + each.name.replace('_', '-')} "
+        f"{getattr(precision, each.name)}"
         for each in fields(Precision)
         if getattr(precision, each.name) != getattr(default, each.name)
     ]
