@@ -28,6 +28,16 @@ def test_bytes_are_those_of_the_loops(bits: int, group: int, dim: int, offset: f
         assert values == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize(("bits", "dim"), [(2, 12), (2, 20), (4, 14), (2, 16)])
+def test_a_vector_alone_is_read_whatever_its_width(bits: int, dim: int) -> None:
+    """Behind an odd number of bytes of codes, scales of 2 bytes do not stand where a view may begin."""
+    vectors = torch.randn(1, 1, 3, dim, generator=torch.Generator().manual_seed(0))
+    rows = few_bits.encode(vectors, bits, dim)
+    together = few_bits.decode(rows, bits, dim, dim, torch.float32)
+    alone = few_bits.decode(rows[:, :, :1], bits, dim, dim, torch.float32)
+    assert torch.equal(alone, together[:, :, :1])
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     bits=st.sampled_from(few_bits.WIDTHS),

@@ -90,7 +90,8 @@ def decode(
     groups, width = dim // group, dim * bits // 8
     # Half precision has too few digits for the sum of low and steps: it is made in float32 at least.
     wide = torch.promote_types(dtype, torch.float32)
-    scales = rows[..., width:].contiguous().view(torch.float16).to(wide)
+    # Always a copy: a lone row is contiguous as it is, and behind an odd width not aligned for a view.
+    scales = rows[..., width:].clone(memory_format=torch.contiguous_format).view(torch.float16).to(wide)
     values = rows.new_empty((*rows.shape[:-1], dim), dtype=wide) if out is None or wide != dtype else out
     packed, mask = rows[..., :width], 2**bits - 1
     for place in range(8 // bits):  # straight to where they belong: no array of codes in between
