@@ -347,6 +347,28 @@ def test_generate_writes_with_beams(store: str) -> None:
     assert "8 bits" in cache.trace.precision
 
 
+@pytest.mark.parametrize("name", ["lazy-eviction", "raas", "h2o"])
+def test_attention_is_noted_of_keys_as_they_were_attended_to(name: str, store: str) -> None:
+    """Worked out after a rounding, it would be that of keys which these queries never saw."""
+    model = tiny_model(dtype=torch.float64)
+    options = {} if name == "h2o" else {"threshold": 0.03}
+    policy = kvkeep.policy(name, budget=64, buffer=8, **options)
+    ids = tokens(2, 20)
+    mask = torch.ones_like(ids)
+    noted = []
+    for precision in (None, some(2)):
+        cache = kvkeep.RetentionCache(model, policy, store=store, page_size=5, precision=precision)
+        feed(model, cache, ids, mask, [12, *[1] * 8])
+        assert (cache.trace.few_bits_entries > 0) == (precision is not None)
+        for layer in cache.managed_layers:
+            layer.recorder.sum_attention(layer.stored)
+        names = [f"extra.{each}" for each in cache.extras]
+        noted.append([layer.stored.padded(None, *names) for layer in cache.managed_layers])
+    for plain, mixed in zip(*noted, strict=True):
+        for each, numbers in plain.items():
+            assert torch.allclose(numbers, mixed[each], atol=1e-6), each
+
+
 def test_crop_takes_back_what_still_has_its_bits(store: str) -> None:
     """Cropping past a rounding would leave other entries rounded than if the tokens had never come."""
     model, policy = tiny_model(dtype=torch.float64), kvkeep.Full(buffer=8)

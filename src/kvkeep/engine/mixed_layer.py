@@ -127,7 +127,7 @@ class MixedLayer(RetentionLayer):
         rows = np.flatnonzero(store.full.held.max(axis=1) >= most).tolist()
         if rows:
             self.settle()
-            if self.cache.traits.attention_sum:
+            if self.cache.traits.attends:
                 self.recorder.sum_attention(store)  # of the keys as they were attended to
             self._rearrange(rows, store.valid(self._entries(rows), rows))
         return bool(rows)
