@@ -37,6 +37,7 @@ from kvkeep.evaluation.seal import load_frozen, lock_path
 from kvkeep.evaluation.splits import hash_order
 from kvkeep.evaluation.statistics.decision import decide
 from kvkeep.evaluation.study import admit
+from kvkeep.evaluation.tasks.registry import make_task
 from tests.evaluation.runs import names, run
 
 DEV, CONFIRM = (hash_order(names(part, 120)) for part in ("dev", "confirm"))
@@ -171,7 +172,10 @@ class Bench:
         if arm.sampling:
             return None
         better = 0.1 if arm.policy.buffer == 32 else 0.0
-        return Nats(per_text=tuple(1.0 - better + 0.01 * (text % 3) for text in range(20)))
+        return Nats(
+            per_token=tuple((1.0 - better + 0.01 * (text % 3),) * 40 for text in range(20)),
+            starts=(arm.policy.buffer,) * 20,
+        )
 
 
 PERIOD = Mechanism(name="period", family="cadence", does="evict rarely", options={"buffer": 32})
@@ -308,6 +312,7 @@ def test_the_plan_is_sealed_and_a_second_call_keeps_it(tmp_path: Path) -> None:
     [
         ({"screened": 0}, "screened 0 is below 1"),
         ({"tolerance": -1}, "tolerance -1 is outside"),
+        ({"tolerance": 0}, "tolerance 0 is outside"),  # stopped in matching, after the screening
         ({"base": "quest"}, "quest keeps everything"),
         ({"base": "snapkv(window=8) + merge", "mechanisms": chosen(["cam"])}, "merges evicted values twice"),
         ({"base": "snapkv(window=80)"}, "leaves nothing of a budget"),
@@ -418,10 +423,40 @@ def test_worse_on_one_model_outweighs_better_on_another() -> None:
 
 def test_change_of_the_internal_number_is_paired() -> None:
     """Texts differ more than policies do: the interval is one of differences."""
-    one = Nats(per_text=(1.0, 5.0, 9.0, float("nan")))
-    estimate, (low, high) = change((one, Nats(per_text=(0.9, 4.9, 8.9, 1.0))))
+    one = Nats(per_token=((1.0,), (5.0,), (9.0,), (3.0,)), starts=(0, 0, 0, 1))
+    other = Nats(per_token=((0.9,), (4.9,), (8.9,), (1.0,)), starts=(0, 0, 0, 0))
+    found = change((one, other))
+    assert found is not None
+    estimate, (low, high) = found
     assert estimate == pytest.approx(-0.1)
     assert (low, high) == pytest.approx((-0.1, -0.1))
+
+
+def test_change_compares_the_same_tokens() -> None:
+    """Evicting every 128 tokens counts from token 128 on: answers get harder, and it would look worse."""
+    harder = tuple(float(place) for place in range(100))
+    often, rarely = (Nats(per_token=(harder, harder), starts=(start,) * 2) for start in (16, 64))
+    for pair in ((often, rarely), (rarely, often)):
+        assert change(pair) == (0.0, (0.0, 0.0))
+
+
+def test_texts_without_an_answer_to_read_change_nothing() -> None:
+    """The study would end with an error of the random source after its last run."""
+    short = Nats(per_token=((1.0, 2.0), (1.0, 2.0)), starts=(128, 128))
+    assert change((short, short)) is None
+
+
+def test_a_task_without_training_texts_is_studied_without_the_internal_number() -> None:
+    """It stopped after hours of screening and matching, before the plan was sealed."""
+    arm = Arm(policy=kvkeep.policy("snapkv(window=8)", budget=64, buffer=8))
+    assert nats(None, None, make_task("needle(count=4)"), arm) is None  # type: ignore[arg-type]
+
+
+def test_nats_come_back_from_their_file() -> None:
+    """What was read is not read again; what an earlier version noted, one number a text, is."""
+    found = Nats(per_token=((0.5, 0.25), (1.0, 2.0)), starts=(0, 1))
+    assert Nats.from_json(found.as_json()) == found
+    assert Nats.from_json("[0.5, NaN]") is None
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def read_windows(
     gates: Any = None,
     precision: Precision | None = None,
     on_chunk: Callable[[int], None] = lambda tokens: None,
+    on_losses: Callable[[Tensor], None] = lambda losses: None,
 ) -> list[WindowScore]:
     """Read some windows as one batch; each is a sequence of its own.
 
@@ -177,6 +178,8 @@ def read_windows(
         As in :class:`~kvkeep.RetentionCache`.
     on_chunk
         Called after each forward with the tokens it has read, over all rows.
+    on_losses
+        Called after each forward with ``-log p`` of what it predicted, ``[batch, tokens]``.
 
     Raises
     ------
@@ -220,6 +223,7 @@ def read_windows(
         predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
         losses = cross_entropy(predicted, targets.flatten(), reduction="none").view(targets.shape)
         nats.append(losses.double().sum(-1).tolist())
+        on_losses(losses.cpu())
         counts.append(targets.shape[1])
         entries.append(held + (targets.shape[1] + 1) / 2)
         on_chunk(rows * (stop - start))

@@ -8,7 +8,6 @@ matched on dev problems, the plan sealed, held-out problems, two models, correct
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +71,8 @@ class Settings:
         for name in ("screened", "problems", "draws"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)} is below 1.")
-        if not 0 <= self.tolerance < 1:
-            raise ConfigError(f"tolerance {self.tolerance} is outside [0, 1): 0.01 is 1 %.")
+        if not 0 < self.tolerance < 1:  # no measured mean is equal to the last digit
+            raise ConfigError(f"tolerance {self.tolerance} is outside (0, 1): 0.01 is 1 %.")
         if not self.baseline().policy.bounded:
             raise ConfigError(
                 f"{self.base} keeps everything, so there is no budget to match: study a policy that evicts."
@@ -268,13 +267,13 @@ class Stages:
     def _nats(self, name: str, arm: Arm) -> Nats | None:
         """What was read before, or reads it."""
         path = self.out / "nats" / f"{name}-{arm.policy.amount.count}.json"
-        if path.exists():
-            return Nats(per_text=tuple(json.loads(path.read_text(encoding="utf-8"))))
+        if path.exists() and (found := Nats.from_json(path.read_text(encoding="utf-8"))) is not None:
+            return found
         nats = self.bench.nats(arm, self.settings.models[0])
         if nats is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path) as temporary:
-                temporary.write_text(json.dumps(nats.per_text), encoding="utf-8")
+                temporary.write_text(nats.as_json(), encoding="utf-8")
         return nats
 
     def _numbered(self) -> Iterator[tuple[str, Mechanism]]:
