@@ -179,6 +179,7 @@ class TestRefeeding:
             tokens_read.append(token)
         assert tokens_read == [101, 5, 6, 7, 102, *range(103, 109)]
         assert again.read == [3]
+        assert again.begun == [[1]]
 
     def test_nobody_is_surprised_by_the_question(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the model would have said in the middle of a question is no thought of its answer."""

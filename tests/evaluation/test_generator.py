@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,3 +319,18 @@ def test_evictions_are_noted_and_change_nothing(policy: str) -> None:
     together = next(one for one in noted if one.job.key == first.job.key)
     assert first.extra["evicted"] == together.extra["evicted"]
     assert any(completion.extra["evicted"] for completion in noted)
+
+
+def test_evictions_are_placed_in_the_answer_though_the_question_is_read_again() -> None:
+    """Counted with the tokens read again, none would stand before the loop that it came before."""
+    noting = generator(POLICIES["snapkv"])
+    noting = noting.with_sampling(replace(noting.sampling, refeed_every=6))
+    noting.log_evictions = True
+    seen = 0
+    for completion in noting.generate(jobs()):
+        assert completion.extra["refed"] > 0
+        places = [one["at"] for one in completion.extra["evicted"]]
+        assert places == sorted(places)
+        assert all(0 < at <= len(completion.tokens) for at in places)
+        seen += len(places)
+    assert seen > 0

@@ -43,6 +43,8 @@ class Written:
         Its share of the time that the batch took.
     refed
         Tokens of the prompt that it read again.
+    readings
+        Tokens of the answer that were stored when each of these readings began.
     """
 
     row: int
@@ -52,6 +54,7 @@ class Written:
     read_seconds: float
     write_seconds: float
     refed: int = 0
+    readings: tuple[int, ...] = ()
 
 
 @torch.inference_mode()
@@ -134,6 +137,7 @@ def decode(
                 read_seconds=read_seconds,
                 write_seconds=spent,
                 refed=again.read[row],
+                readings=tuple(again.begun[row]),
             )
         if cache.wants_entropy:
             told = entropy_of(logits).tolist()

@@ -34,9 +34,28 @@ class EvictionLog:
             at = seen - prompt
             of_row[at] = of_row[at] + lost if at in of_row else lost
 
-    def of(self, sequence_id: int) -> Sequence[dict[str, Any]]:
+    def of(self, sequence_id: int, readings: Sequence[int] = (), prompt: int = 0) -> Sequence[dict[str, Any]]:
         """What a sequence lost so far, in order of time; ready for JSON.
 
         ``at`` and the numbers of :meth:`~kvkeep.analysis.departures.Departures.facts`.
+
+        Parameters
+        ----------
+        readings, prompt
+            Tokens of the answer that were stored when each new reading of the prompt began, and the tokens of
+            the prompt: stored behind the answer so far, they are no part of it.
         """
-        return [{"at": at, **lost.facts()} for at, lost in sorted(self._found.get(sequence_id, {}).items())]
+        found = sorted(self._found.get(sequence_id, {}).items())
+        return [{"at": answered(stored, readings, prompt), **lost.facts()} for stored, lost in found]
+
+
+def answered(stored: int, readings: Sequence[int], prompt: int) -> int:
+    """Tokens of the answer among those stored behind the first prompt.
+
+    Examples
+    --------
+    >>> [answered(stored, [2], 3) for stored in (1, 2, 4, 5, 6)]
+    [1, 2, 2, 2, 3]
+    """
+    again = (stored - begun - number * prompt for number, begun in enumerate(readings))
+    return stored - sum(min(prompt, max(0, each)) for each in again)

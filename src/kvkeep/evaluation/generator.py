@@ -152,7 +152,7 @@ class ModelGenerator:
             job, prompt = jobs[written.row], prompts[written.row]
             completion = self._completion(job, len(prompt), written, cache, len(jobs))
             if log is not None:
-                completion.extra["evicted"] = log.of(job.sequence_id)
+                completion.extra["evicted"] = log.of(job.sequence_id, written.readings, len(prompt))
             yield completion
 
     def close(self) -> None:

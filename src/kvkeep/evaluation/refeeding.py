@@ -65,6 +65,8 @@ class Refeeder:
         self._unsure: list[float | None] = [None] * len(prompts)  # of what waits for a reading to end
         #: Prompt tokens that each row has read again.
         self.read = [0] * len(prompts)
+        #: Tokens of the answer that each row had stored when each of its readings began.
+        self.begun: list[list[int]] = [[] for _ in prompts]
 
     def reads(self, row: int) -> bool:
         """Whether the row is reading: what its logits say is not looked at."""
@@ -96,6 +98,7 @@ class Refeeder:
         self._queues[row].extend([*prompt, token])
         self._ended[row] = False
         self.read[row] += len(prompt)
+        self.begun[row].append(written - 1)
         return self.next(row)
 
     def entropy(self, row: int, told: float) -> float:
