@@ -148,6 +148,7 @@ def needle_arms() -> dict[str, Arm]:
     for bits in (4, 2):
         for rule in ("none", *RULES):
             arms[f"{bits} bits, {rule}"] = same_bytes("keydiff", protecting(bits, rule))
+    arms["K4 V2, none"] = same_bytes("keydiff", KEYS_4)
     return arms
 
 

@@ -112,6 +112,7 @@ def text_part(runs: Path) -> list[str]:
             {
                 "against random": "bounded, {bits} bits, random",
                 "against none": "bounded, {bits} bits, none",
+                "against 4 bits for all": "bounded, 4 bits, none",
                 "against 16 bits": "bounded, 16 bits",
             },
         )
@@ -196,7 +197,7 @@ def needle_part(runs: Path) -> list[str]:
                 f"{right} of {len(each)} [{100 * low:.0f}, {100 * high:.0f}]",
                 f"{np.mean(cost):.3f}",
                 _more_found(arm, name, found),
-                *(_cheaper(arm, name, base, found) for base in ("random", "none", "16 bits")),
+                *(_cheaper(arm, name, base, found) for base in ("random", "none", "4 bits, none", "16 bits")),
             ]
         )
     return [
@@ -218,6 +219,7 @@ def needle_part(runs: Path) -> list[str]:
                 "more than random",
                 "against random",
                 "against none",
+                "against 4 bits for all",
                 "against 16 bits",
             ),
             body,
@@ -227,7 +229,8 @@ def needle_part(runs: Path) -> list[str]:
 
 def _other(arm: Arm, name: str, base: str) -> str | None:
     """The arm at the same bits (or in full precision) to compare with; none if this is no rule."""
-    other = base if base == "16 bits" else f"{arm.precision.bits} bits, {base}" if arm.precision else name
+    rule = f"{arm.precision.bits} bits, {base}" if arm.precision else name
+    other = base if "bits" in base else rule
     bare = arm.budget is None or other == name or (name.endswith("none") and base == "random")
     return None if bare else other
 
@@ -270,7 +273,8 @@ def page(runs: Path, out: Path) -> None:
         f"SmolLM2-135M-Instruct (weights {error['model_sha256'][:12]}) and trace-1, float32, one thread. "
         f"Bytes are counted as a model in 16 bits holds them: {2 * 2 * 64} for an entry in full precision, "
         f"{few_bytes(8)}, {few_bytes(4)} and {few_bytes(2)} in 8, 4 and 2 bits with groups of 32, scales "
-        "included. Written by `python scripts/quantized_results.py run` and `… page`; headers in "
+        f"included; K4 V2 is keys in 4 bits and values in 2, {few_bytes(2, key_bits=4)}. Written by "
+        "`python scripts/quantized_results.py run` and `… page`; headers in "
         "`quantized-headers.jsonl`.",
         "",
     ]

@@ -201,6 +201,7 @@ def reasoner_part(runs: Path) -> list[str]:
             {
                 "against random": "{bits} bits, random",
                 "against none": "{bits} bits, none",
+                "against 4 bits for all": "4 bits, none",
                 "against 16 bits": "16 bits",
             },
         ),

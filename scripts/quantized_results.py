@@ -153,20 +153,22 @@ def run_error(runs: Path, model: str) -> None:
 
 
 def run_needles(runs: Path, model: str, count: int, length: int) -> None:
-    """Each prompt is read once for all arms, and answered by each on its own cache.
+    """Each prompt is read once for all arms that have not answered it, and answered by each on its own cache.
 
     Depths come in turns of five that span the whole text: a run that is stopped has seen all of it.
     """
     log = runs / f"needles-{count}.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    if len(rows) >= count:
+    if len(rows) >= count and all(NEEDLE.keys() <= row["arms"].keys() for row in rows):
         return
     loaded = load(model)
     write(log.with_suffix(".header.json"), json.dumps({**facts(loaded, model), "length": length}))
     found = needles(length, count, loaded)
     turns = max(1, count // 5)
     for task, problem in (found[place] for turn in range(turns) for place in range(turn, count, turns)):
-        if problem.id in {row["id"] for row in rows}:
+        there = next((row for row in rows if row["id"] == problem.id), {"id": problem.id, "arms": {}})
+        missing = {arm: each for arm, each in NEEDLE.items() if arm not in there["arms"]}
+        if not missing:
             continue
         ids = torch.tensor([encode(loaded, problem.question)])
         name = Job(problem=problem, draw=0, seed=0).sequence_id
@@ -174,7 +176,7 @@ def run_needles(runs: Path, model: str, count: int, length: int) -> None:
             kvkeep.RetentionCache(
                 loaded.model, arm.policy(prefill="after"), sequence_ids=[name], precision=arm.precision
             )
-            for arm in NEEDLE.values()
+            for arm in missing.values()
         ]
         logits = read(loaded.model, SharedReading(caches), ids, torch.ones_like(ids), CHUNK)
         answers = probe(
@@ -185,15 +187,17 @@ def run_needles(runs: Path, model: str, count: int, length: int) -> None:
             limit=12,
             end_tokens=end_tokens(loaded.model, loaded.tokenizer),
         )
-        arms = {}
-        for arm, one in zip(NEEDLE, answers, strict=True):
+        arms = there["arms"]
+        for arm, one in zip(missing, answers, strict=True):
             text = loaded.tokenizer.decode(one.written, skip_special_tokens=True)
             arms[arm] = {
                 "correct": task.grade(problem, text).answer_class == "correct",
                 "nats": [round(each, 5) for each in one.nats],
                 "few_bits_entries": one.trace.few_bits_entries,
             }
-        rows.append({"id": problem.id, "prompt_tokens": ids.shape[1], "arms": arms})
+        there["prompt_tokens"] = ids.shape[1]
+        if there not in rows:
+            rows.append(there)
         write(log, "".join(json.dumps(row) + "\n" for row in rows))
         note(f"needle {len(rows)}/{count}: {sum(one['correct'] for one in arms.values())}/{len(arms)} right")
 
