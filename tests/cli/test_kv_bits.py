@@ -46,7 +46,7 @@ def test_keys_in_more_bits_than_values(run: Run, tiny_folder: Path) -> None:
     common = ("generate", words(40), "--model", tiny_folder, *SHORT, "--max-new-tokens", 40, "--json")
     flags = ("--kv-bits", 2, *BITS[2:])
     both, keys = (facts(run(*common, *flags, *more))["trace"] for more in ((), ("--kv-key-bits", 8)))
-    assert keys["precision"].startswith("2 bits (keys 8), groups of 8")
+    assert keys["precision"].startswith("2 bits, keys 8, groups of 8")
     assert keys["kv_bytes"] > both["kv_bytes"]
 
 

@@ -125,6 +125,9 @@ def test_entries_in_few_bits_are_said() -> None:
         compare(full, coarse, resamples=100)
     assert f"{said}: compare them with --match-on mean_memory" in refused.value.reasons[0]
     assert said in compare(full, coarse, allow=["cache"], resamples=100).notes
+    finer = run(solved, precision={**few, "key_bits": 8})
+    notes = " ".join(compare(coarse, finer, allow=["cache"], resamples=100).notes)
+    assert "in 4 bits (range) and in 4 bits, keys 8 (range)" in notes
     # An older log has no bytes, and entries are no substitute where some are in few bits.
     with pytest.raises(EvidenceError, match="mean_memory was not measured"):
         compare(full, coarse, on="mean_memory", resamples=100)

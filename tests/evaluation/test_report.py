@@ -238,6 +238,8 @@ def test_labels_say_how_the_prompt_counts() -> None:
     """The same number means another memory when the prompt is kept on top."""
     assert label("full", None) == "full"
     assert label("vase-attnv", 64, "kept") == "vase-attnv 64 + prompt"
+    few = {"bits": 2, "key_bits": 4, "protect": "range"}
+    assert label("snapkv", 64, precision=few) == "snapkv 64, 2 bits, keys 4, protect range"
 
 
 def test_the_command_writes_both_files(runs: list[Run], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -180,5 +181,16 @@ class Precision:
     def __str__(self) -> str:
         amount = f" {self.full}" if self.recent is not None and self.reserve is not None else ""
         prompt = ", prompt in full" if self.prompt == "full" else ""
-        keys = "" if self.key_bits in (None, self.bits) else f" (keys {self.key_bits})"
-        return f"{self.bits} bits{keys}, groups of {self.group}, protect {self.protect}{amount}{prompt}"
+        return f"{widths(self.as_dict())}, groups of {self.group}, protect {self.protect}{amount}{prompt}"
+
+
+def widths(precision: Mapping[str, Any]) -> str:
+    """Bits of a precision, as it stands in a run's header, in words.
+
+    Examples
+    --------
+    >>> widths({"bits": 2, "key_bits": 4})
+    '2 bits, keys 4'
+    """
+    keys = precision.get("key_bits")
+    return f"{precision['bits']} bits" + ("" if keys in (None, precision["bits"]) else f", keys {keys}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from kvkeep.core.errors import ConfigError, EvidenceError
+from kvkeep.core.precision import widths
 from kvkeep.evaluation.records import Run
 
 MatchOn = Literal["mean_cache", "prefill_cache", "mean_memory"]
@@ -189,7 +190,7 @@ def unlike_widths(one: Run, other: Run) -> str:
 
 def width(precision: Mapping[str, Any] | None) -> str:
     """Of the entries of a run, in words."""
-    return "full precision" if precision is None else f"{precision['bits']} bits ({precision['protect']})"
+    return "full precision" if precision is None else f"{widths(precision)} ({precision['protect']})"
 
 
 def _check(on: MatchOn) -> MatchOn:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from kvkeep.core.precision import widths
 from kvkeep.evaluation.records import AnswerClass, FailureClass, Run, SampleRecord
 from kvkeep.evaluation.statistics.accuracy import Accuracy, accuracy, majority_at, pass_at
 from kvkeep.evaluation.statistics.problem_means import problem_means
@@ -184,7 +185,7 @@ def label(
     """Policy, budget and bits in a few words."""
     if token_budget is not None:
         return f"{policy}, {token_budget} read"
-    bits = "" if precision is None else f", {precision['bits']} bits, protect {precision['protect']}"
+    bits = "" if precision is None else f", {widths(precision)}, protect {precision['protect']}"
     if budget is None:
         return policy + bits
     return f"{policy} {budget}" + (" + prompt" if prompt == "kept" else "") + bits
