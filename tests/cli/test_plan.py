@@ -36,6 +36,32 @@ def test_weights_and_bytes_are_those_of_the_loaded_model(run: Run, tiny_folder: 
     assert report["fits"][1]["bytes_per_row"] == cache.trace.kv_bytes
 
 
+def test_bytes_in_few_bits_are_those_of_a_real_run(run: Run, tiny_folder: Path) -> None:
+    """Who buys memory for two precisions must get both counted, scales too."""
+    bits = ("--kv-bits", 2, "--kv-key-bits", 4, "--kv-group", 8)
+    spared = ("--kv-reserve", 6, "--kv-sinks", 2, "--kv-recent", 4)
+    common = ("plan", "--model", tiny_folder, "--buffer", 8, "--dtype", "float32", "--context", 300, "--json")
+    report = facts(run(*common, "--budgets", "32,900", *bits, *spared))
+    full, few, bounded, unbounded = report["fits"]
+    assert (full["cache"], few["cache"]) == ("full", "full, few bits")
+    assert report["precision"]["key_bits"] == 4
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    precision = kvkeep.Precision(bits=2, key_bits=4, group=8, reserve=6, sinks=2, recent=4)
+    policy = kvkeep.policy("key-norm", budget=32, buffer=8)
+    cache = kvkeep.RetentionCache(model, policy, precision=precision)
+    model.generate(tokens(1, 50), max_new_tokens=30, **{cache_argument(model): cache})
+    assert bounded["bytes_per_row"] == cache.trace.kv_bytes
+    # Without a bound all but 12 protected entries and 8 new ones have the width of the bounded run's 20.
+    width = 1 - (full["bytes_per_row"] - few["bytes_per_row"]) / full["bytes_per_row"] * 300 / 280
+    plain = facts(run(*common, "--budgets", 32))["fits"][1]["bytes_per_row"]
+    assert width == pytest.approx(1 - (plain - bounded["bytes_per_row"]) / plain * 40 / 20)
+    assert unbounded["bytes_per_row"] == few["bytes_per_row"]
+    assert "context 300, budgets with 2 bits, keys 4" in run(*common[:-1], *bits).stdout
+    result = run("plan", "--model", tiny_folder, "--kv-bits", 4)
+    assert result.exit_code == 2
+    assert "do not fill: use group=16" in result.stderr
+
+
 def test_rows_fill_the_memory_and_no_more(run: Run, tiny_folder: Path) -> None:
     """One row too many is an out-of-memory error at three in the morning."""
     report = facts(run("plan", "--model", tiny_folder, "--memory", "8MiB", "--context", 1000, "--json"))

@@ -12,9 +12,11 @@ from rich.console import Console
 from kvkeep.cli import options as opt
 from kvkeep.cli.tables import show_table
 from kvkeep.core.budget import format_bytes, parse_bytes
-from kvkeep.core.errors import BudgetError, ConfigError
+from kvkeep.core.errors import BudgetError, ConfigError, UnsupportedError
+from kvkeep.core.precision import widths
 
 if TYPE_CHECKING:
+    from kvkeep.core.precision import Precision
     from kvkeep.core.spec import ModelSpec
 
 
@@ -53,6 +55,13 @@ def plan(
     budgets: Annotated[str, typer.Option(help="Budgets to compare, in entries.")] = "512,1024,2048,4096",
     buffer: Annotated[int, typer.Option(help="Newest entries held above the budget.")] = 64,
     dtype: opt.Dtype = "bfloat16",
+    kv_bits: opt.KvBits = None,
+    kv_key_bits: opt.KvKeyBits = None,
+    protect: opt.ProtectRule = None,
+    kv_group: opt.KvGroup = None,
+    kv_reserve: opt.KvReserve = None,
+    kv_sinks: opt.KvSinks = None,
+    kv_recent: opt.KvRecent = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Show what fits: rows, tokens and bytes, full cache beside budgets. Reads only the config."""
@@ -61,22 +70,38 @@ def plan(
         if value < 1:
             raise ConfigError(f"--{name} {value} is below 1 token.")
 
+    precision = opt.make_precision(
+        kv_bits, protect, kv_group, kv_reserve, kv_sinks, kv_recent, key_bits=kv_key_bits
+    )
     from kvkeep.cli import loading, report
 
     loading.one_of("dtype", dtype, loading.DTYPES)
     config = loading.load_config(loading.resolve(model, report.note))
     size, spec, weights = measure(config, dtype)
-    fits = [fit("full", context, spec, size, context, available - weights)]
-    for amount in amounts:
+    free = available - weights
+    fits = [fit("full", context, spec, size, context, free)]
+    settled = [precision and precision.settled(buffer=buffer, budget=amount) for amount in (None, *amounts)]
+    if precision is not None:
+        reasons = precision.check(spec.head_dim, spec.value_dim)
+        if reasons:
+            raise UnsupportedError(f"storing entries in {widths(precision.as_dict())}", reasons)
+        fits.append(fit("full, few bits", context, spec, size, context, free, settled[0], buffer))
+    for amount, each in zip(amounts, settled[1:], strict=True):
         held = min(context, amount + buffer)
-        fits.append(fit(f"budget {amount}", held, spec, size, context, available - weights))
+        fits.append(fit(f"budget {amount}", held, spec, size, context, free, each, buffer))
     notes = _notes(spec, context, weights, available)
+    if precision is not None:
+        notes.append(
+            "Few bits save what is stored: a step first reads the entries of a layer back in full precision."
+        )
     if as_json:
         facts = {"model": model, "memory": available, "dtype": dtype, "context": context, "weights": weights}
+        facts["precision"] = None if precision is None else precision.as_dict()
         typer.echo(json.dumps(facts | {"fits": [asdict(each) for each in fits], "notes": notes}, indent=2))
         return
     title = (
         f"{model}, {dtype}: weights {format_bytes(weights)} of {format_bytes(available)}, context {context}"
+        + ("" if precision is None else f", budgets with {widths(precision.as_dict())}")
     )
     _show(title, fits, notes)
 
@@ -95,11 +120,25 @@ def measure(config: Any, dtype: str) -> tuple[int, ModelSpec, int]:
     return kind.itemsize, spec, sum(p.numel() for p in model.parameters()) * kind.itemsize
 
 
-def fit(cache: str, held: int, spec: ModelSpec, size: int, context: int, free: int) -> Fit:
-    """How many sequences fit into ``free`` bytes if each head holds ``held`` entries."""
+def fit(
+    cache: str,
+    held: int,
+    spec: ModelSpec,
+    size: int,
+    context: int,
+    free: int,
+    precision: Precision | None = None,
+    buffer: int = 0,
+) -> Fit:
+    """How many sequences fit into ``free`` bytes if each head holds ``held`` entries.
+
+    Of those ``buffer`` and what a settled ``precision`` protects are in full precision, the rest in few bits.
+    """
     per_layer = (spec.head_dim + spec.value_dim) * spec.kv_heads * size
     windows = sum(min(layer.window, context) for layer in spec.layers if layer.window) * per_layer
-    per_row = held * spec.bytes_per_entry(size) + windows
+    full = held if precision is None else min(held, precision.full + buffer)
+    few = 0 if precision is None else _few_bytes(spec, precision)
+    per_row = full * spec.bytes_per_entry(size) + (held - full) * few + windows
     rows = max(0, free // per_row)
     return Fit(
         cache=cache,
@@ -109,6 +148,15 @@ def fit(cache: str, held: int, spec: ModelSpec, size: int, context: int, free: i
         tokens=rows * context,
         kv_bytes=rows * per_row,
     )
+
+
+def _few_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Bytes of one entry in few bits, in all managed layers and KV heads of one sequence."""
+    from kvkeep.kernels.few_bits import row_bytes
+
+    dims = {"keys": spec.head_dim, "values": spec.value_dim}
+    per_head = sum(row_bytes(dim, precision.width(kind), precision.group) for kind, dim in dims.items())
+    return per_head * spec.kv_heads * len(spec.managed)
 
 
 def _amounts(text: str) -> list[int]:
