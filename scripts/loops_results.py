@@ -1,8 +1,8 @@
 """Loops under several policies on SmolLM2-135M-Instruct, and what went before them: docs/results/loops.md.
 
-    python scripts/loops_results.py run --runs runs/loops --data DATA     # resumable
-    python scripts/loops_results.py run --runs runs/loops-60 --data DATA --problems 60 --tokens 400 --arm …
-    python scripts/loops_results.py page --runs runs/loops --more runs/loops-60
+    python scripts/loops_results.py run --runs runs/loops-60 --data DATA     # resumable; --arm takes one
+    python scripts/loops_results.py run --runs runs/loops-24 --data DATA --problems 24 --tokens 300
+    python scripts/loops_results.py page --runs runs/loops-60 --more runs/loops-24
 
 DATA is the folder that holds gsm8k/test.jsonl. Texts are written by `kvkeep eval --log-evictions`, greedily,
 and read by `kvkeep analyze loops`.
@@ -28,7 +28,7 @@ from kvkeep.evaluation.report.tables import Table
 from kvkeep.evaluation.runlog import read_log, read_run
 
 BUDGET, BUFFER = 128, 16
-PROBLEMS, TOKENS = 24, 300
+PROBLEMS, TOKENS, BATCH = 60, 400, 24
 SINK_ENTRIES = 30 * 3 * 4  # layers, KV heads, first positions of SmolLM2-135M
 #: Name of an arm -> its policy.
 ARMS = {
@@ -61,7 +61,7 @@ def run(runs: Path, data: Path, arms: list[str], problems: int, tokens: int) -> 
             else ["--budget", str(BUDGET), "--buffer", str(BUFFER), "--prompt-mode", "counts"]
         )
         words += ["--preset", "greedy", "--max-new-tokens", str(tokens), "--limit", str(problems)]
-        words += ["--batch-size", str(PROBLEMS), "--threads", "1", "--log-evictions", "--out", str(out)]
+        words += ["--batch-size", str(BATCH), "--threads", "1", "--log-evictions", "--out", str(out)]
         kvkeep(*words, *(["--resume"] if known else []))
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {arm}: {time.monotonic() - begin:.0f} s\n")
 
@@ -80,7 +80,7 @@ def findings(runs: Path, before: int) -> dict[str, Any]:
 
 
 def page(runs: Path, more: Path, out: Path) -> None:
-    """Tables and figures into the text of scripts/loops_page.md; ``more``: runs of more problems."""
+    """Tables and figures into the text of scripts/loops_page.md; ``more``: runs of other problems."""
     facts = findings(runs, 2)
     parts = {
         "classes": tables.class_table(facts).markdown(),
@@ -88,7 +88,7 @@ def page(runs: Path, more: Path, out: Path) -> None:
         "loops": tables.loop_table(facts).markdown(),
         "sinks": sinks_table(runs, facts),
         "examples": examples(runs, facts),
-        "more": more_problems(more),
+        "more": other_problems(more),
     }
     text = Path(__file__).with_name("loops_page.md").read_text(encoding="utf-8")
     for name, part in parts.items():
@@ -113,8 +113,8 @@ def page(runs: Path, more: Path, out: Path) -> None:
     write(out.with_name("loops-headers.jsonl"), "\n".join(lines) + "\n")
 
 
-def more_problems(runs: Path) -> str:
-    """The same tables for runs of more problems; nothing before the compared arms are done."""
+def other_problems(runs: Path) -> str:
+    """The same tables for runs of another length; nothing before the compared arms are done."""
     if runs / BESIDE not in (there := complete(runs)) or len(there) < 2:
         return ""
     facts, header = findings(runs, 2), read_run(there[0]).header
@@ -169,8 +169,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("run", "page"))
-    parser.add_argument("--runs", type=Path, default=Path("runs/loops"))
-    parser.add_argument("--more", type=Path, default=Path("runs/loops-60"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/loops-60"))
+    parser.add_argument("--more", type=Path, default=Path("runs/loops-24"))
     parser.add_argument("--problems", type=int, default=PROBLEMS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--data", type=Path, default=Path("data"))
