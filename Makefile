@@ -61,7 +61,7 @@ $(VLLM)/.ready: pyproject.toml constraints/vllm.txt
 	@touch $@
 
 ifeq ($(shell uname -sm),Linux x86_64)
-test-vllm: $(VLLM)/.ready  ## The plug-in inside vLLM (Linux on x86-64; 3.5 GB the first time)
+test-vllm: $(VLLM)/.ready  ## The plug-in inside vLLM (Linux on x86-64; 3.8 GB the first time)
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/serving
 else
 test-vllm:

@@ -44,16 +44,21 @@ class Arm:
         amount = {} if self.budget is None else {"budget": self.budget}
         return make_policy(self.name, buffer=self.buffer, **amount, **options)
 
-    def bytes_at(self, entries: float | None = None) -> float:
-        """Bytes per head with ``entries`` stored after an eviction, in the middle of a period."""
+    def bytes_at(self, entries: float | None = None, new: float | None = None) -> float:
+        """Bytes per head with ``entries`` stored after an eviction, or a rounding, and ``new`` behind them.
+
+        ``None``: the budget, and half a period.
+        """
         kept = self.budget if entries is None else entries
         if kept is None:
             raise ValueError("everything stays: say how many entries there are")
+        young = self.buffer / 2 if new is None else new
         if self.precision is None:
-            return (kept + (self.buffer / 2 if self.budget else 0)) * FULL_BYTES
+            return (kept + young) * FULL_BYTES
         full = min(kept, self.precision.settled(buffer=self.buffer, budget=self.budget).full)
         few = entry_bytes(self.precision)
-        return (full + self.buffer / 2) * FULL_BYTES + max(0.0, kept - full) * few
+        # What is new has full precision until the next rounding.
+        return (full + young) * FULL_BYTES + max(0.0, kept - full) * few
 
     def flags(self) -> list[str]:
         """For `kvkeep eval`."""

@@ -61,8 +61,9 @@ def error_part(found: dict[str, Any]) -> list[str]:
         "Square of the error of attention's output over the square of the output, mean over layers and "
         f"windows ({found['window']} tokens of a chapter each, {len(next(iter(means.values())))} "
         "chapters). The newest 32 queries ask; sinks and the newest 64 entries are never rounded; "
-        "`reserve` more are spared by the rule. `attention` is that of the 32 queries before. The ratio "
-        "to `random` at the same reserve is the geometric mean over windows, with a 95 % interval.",
+        "64 more are spared by the rule, no more where it says `none`. `attention` is that of the 32 "
+        "queries before. The ratio to `random` at the same reserve is the geometric mean over windows, with "
+        "a 95 % interval.",
         "",
         *rows(("rounded", "bits", "rule", "error", "against random"), body),
     ]
@@ -101,7 +102,8 @@ def text_part(runs: Path) -> list[str]:
         f"### SnapKV at the bytes of {PLAIN} full entries",
         "",
         "Every arm holds as many bytes per head, in the middle of a period; what is saved on bits buys "
-        "entries. Protected arms keep 4 sinks, the newest 16 and a reserve of 32 in full precision.",
+        "entries. Protected arms keep 4 sinks, the newest 16 and a reserve of 32 in full precision, `none` "
+        "nothing (`--protect none`).",
         "",
     ]
     lines += rows(
@@ -137,7 +139,8 @@ def text_part(runs: Path) -> list[str]:
         lines += [
             "transformers' own quantized cache (optimum-quanto, groups of 32, newest 32 entries in full "
             "precision; `channel`: keys with `axis_key=-1`, KIVI's way; `token`: `axis_key=0`; it rounds "
-            "what it holds anew every 32 tokens). `bytes` counts its scales as 16 bits; `ours` is the arm "
+            "what it holds anew every 64 tokens: 32 are in full precision at the end, where ours has rounded "
+            "all). `bytes` counts its scales as 16 bits; `ours` is the arm "
             "above with all entries in as many bits, by token:",
             "",
             *rows(("cache", "bytes per head", "more than full", "against ours"), body),
@@ -157,7 +160,7 @@ def _text_rows(
         if log is None:
             continue
         mine = nats(log["scores"])
-        size = arm.bytes_at() if arm.budget else arm.bytes_at(WINDOW)
+        size = arm.bytes_at() if arm.budget else arm.bytes_at(WINDOW, new=0)
         line = [name, str(arm.budget or WINDOW), f"{size:,.0f}"]
         line.append(mean_interval(mine - full) if name != "full" else "")
         for base in bases.values():

@@ -158,8 +158,13 @@ def _table(done: dict[str, Run], names: Sequence[str], bases: dict[str, str]) ->
     body = []
     for name in names:
         run, arm = done[name], arms()[name]
-        entries = (arm.budget or 0) + arm.on_top if arm.budget else run.mean_cache
-        line = [name, f"{arm.budget or 'all'}", f"{run.mean_cache:.0f}", f"{arm.bytes_at(entries):,.0f}"]
+        # A mean cache without evictions has half a period of new entries in it.
+        size = (
+            arm.bytes_at(arm.budget + arm.on_top)
+            if arm.budget
+            else arm.bytes_at(run.mean_cache - arm.buffer / 2)
+        )
+        line = [name, f"{arm.budget or 'all'}", f"{run.mean_cache:.0f}", f"{size:,.0f}"]
         line.append(str(len(run.samples)))
         line += [share(run, "score"), share(run, "accuracy")]
         line += [cells[heading].get((name, other[heading, name]), "–") for heading in bases]
@@ -190,9 +195,9 @@ def reasoner_part(runs: Path) -> list[str]:
         "",
         f"The prompt (about {PROMPT} entries) stays, in full precision, in every arm. Counted with it, every "
         "arm holds as many bytes per head in the middle of a period. Protected arms keep the newest "
-        f"{RECENT} and a reserve of {RESERVE} in full precision. `none` keeps none but the prompt and the "
-        f"{LONGEST - PROMPT} newest or so: {LONGEST} slots are laid out, for the longest prompt, and those "
-        "that a shorter one leaves are filled by the rule. A chain has about 359 tokens: with 441 nothing "
+        f"{RECENT} and a reserve of {RESERVE} in full precision. `none` keeps none but the prompt and some "
+        f"{LONGEST - PROMPT} first tokens of the chain (`--protect recent --kv-sinks {LONGEST} --kv-recent 0 "
+        f"--kv-reserve 0`): the longest prompt has {LONGEST}. A chain has about 359 tokens: with 441 nothing "
         "goes, and some of the bytes stay free.",
         "",
         *_table(

@@ -50,6 +50,18 @@ def test_keys_in_more_bits_than_values(run: Run, tiny_folder: Path) -> None:
     assert keys["kv_bytes"] > both["kv_bytes"]
 
 
+def test_who_reads_the_report_sees_what_the_bits_did(run: Run, tiny_folder: Path) -> None:
+    """Few bits that nothing is old enough for look like a saving, where only slots were left out."""
+    common = ("generate", words(40), "--model", tiny_folder, *SHORT, "--max-new-tokens", 40)
+    some = run(*common, *BITS, "--kv-key-bits", 4)
+    report = " ".join((some.stdout + some.stderr).split())
+    assert "8 entries per head in few bits; 8 bits, keys 4, groups of 8, protect range 16." in report
+    none = run(*common, "--kv-bits", 8, "--kv-group", 8, "--kv-reserve", 24)
+    assert "0 entries per head in few bits (what is protected and new is all there is)" in " ".join(
+        (none.stdout + none.stderr).split()
+    )
+
+
 def test_perplexity_of_the_full_cache_in_few_bits(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
     """The full cache in few bits is compared with the full cache as it is, not with itself."""
     text = tmp_path / "text.txt"
@@ -59,6 +71,10 @@ def test_perplexity_of_the_full_cache_in_few_bits(run: Run, tiny_folder: Path, t
         run("perplexity", text, *flags, "--kv-group", 8, "--kv-reserve", 4, "--beside-full", "--json")
     )
     assert result["precision"]["bits"] == 2
+    said = run("perplexity", text, *flags, "--kv-group", 8, "--kv-reserve", 4, "--kv-key-bits", 4)
+    assert "full, 2 bits, keys 4 but for range, read" in said.stdout
+    bare = run("perplexity", text, *flags, "--kv-group", 8, "--protect", "none")
+    assert "full, 2 bits, read" in bare.stdout
     assert result["full"]["difference"]["nats"] != 0
     assert result["scores"][0]["kv_bytes"] < result["full"]["scores"][0]["kv_bytes"]
 

@@ -125,6 +125,12 @@ def test_entries_in_few_bits_are_said() -> None:
         compare(full, coarse, resamples=100)
     assert f"{said}: compare them with --match-on mean_memory" in refused.value.reasons[0]
     assert said in compare(full, coarse, allow=["cache"], resamples=100).notes
+    matched = "bytes were matched"
+    weighed = [replace(each, samples=tuple(replace(one, mean_memory=9.0) for one in each.samples))
+               for each in (full, coarse)]  # fmt: skip
+    assert matched in " ".join(compare(*weighed, on="mean_memory", resamples=100).notes)
+    allowed = compare(*weighed, on="mean_memory", allow=["cache"], resamples=100)
+    assert matched not in " ".join(allowed.notes)
     finer = run(solved, precision={**few, "key_bits": 8})
     notes = " ".join(compare(coarse, finer, allow=["cache"], resamples=100).notes)
     assert "in 4 bits (range) and in 4 bits, keys 8 (range)" in notes

@@ -182,13 +182,15 @@ def _everything(
 
 def in_words(facts: dict[str, Any], scores: dict[str, list[WindowScore]], policy: Policy) -> str:
     """The result in a few lines."""
+    from kvkeep.core.precision import widths
     from kvkeep.evaluation.likelihood_summary import difference, summarise
 
     own = scores[OWN]
     found = summarise(own)
     asked = f", budget {policy.amount}" if policy.bounded else ""
     if facts["precision"]:
-        asked += f", {facts['precision']['bits']} bits but for {facts['precision']['protect']}"
+        rule = facts["precision"]["protect"]
+        asked += f", {widths(facts['precision'])}" + ("" if rule == "none" else f" but for {rule}")
     lines = [
         f"{found.windows} windows of {facts['window']} tokens, {facts['model']}, {policy.name}{asked}, read "
         f"{facts['chunk']} at a time",

@@ -109,6 +109,11 @@ def show_runs(runs: Sequence[Run]) -> None:
             "read: mean of the entries that a step reads, each once for all query heads of a KV head."
         )
     lines += [f"{run.trace.policy}: 0 evicted." for run in runs if not run.trace.evictions]
+    for trace in (run.trace for run in runs if run.trace.precision):
+        none = " (what is protected and new is all there is)" if not trace.few_bits_entries else ""
+        lines.append(
+            f"{trace.policy}: {trace.few_bits_entries} entries per head in few bits{none}; {trace.precision}."
+        )
     lines += [
         f"{run.trace.policy}: {run.beyond} tokens lie beyond the model's positions: do not trust them."
         for run in runs

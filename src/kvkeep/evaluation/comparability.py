@@ -44,14 +44,23 @@ def check_allowed(allow: Collection[str]) -> None:
             raise UnknownNameError("difference to allow", name, ALLOWABLE)
 
 
-def setting_reasons(baseline: Run, challenger: Run, allow: Collection[str] = ()) -> list[str]:
-    """Settings in which the runs differ, one reason each."""
+def setting_reasons(
+    baseline: Run, challenger: Run, allow: Collection[str] = (), *, hint: bool = True
+) -> list[str]:
+    """Settings in which the runs differ, one reason each.
+
+    Parameters
+    ----------
+    hint
+        Whether to name the option that accepts a difference: not for commands that have none.
+    """
     reasons = []
     for group, names in SETTINGS.items():
         for name in names:
             one, other = getattr(baseline.header, name), getattr(challenger.header, name)
             if one != other and group not in allow:
-                reasons.append(f"{name} is {_difference(one, other)} (--allow {group} accepts it)")
+                accepts = f" (--allow {group} accepts it)" if hint else ""
+                reasons.append(f"{name} is {_difference(one, other)}{accepts}")
     return reasons
 
 
@@ -120,8 +129,9 @@ def cache_reasons(
         return [f"{on} was not measured (baseline {one:g}, challenger {other:g})"]
     if abs(other / one - 1) <= tolerance:
         return []
+    unit = " (entries of 16 bits)" if on.endswith("memory") else ""
     return [
-        f"{on} is {one:.1f} in the baseline and {other:.1f} in the challenger "
+        f"{on}{unit} is {one:.1f} in the baseline and {other:.1f} in the challenger "
         f"({100 * (other / one - 1):+.1f} %, allowed {100 * tolerance:g} %): find a budget with kvkeep match "
         "(--allow cache accepts it)"
     ]

@@ -119,7 +119,7 @@ def _against(baseline: Run, run: Run, *, alone: bool) -> dict[str, Any]:
     """Paired difference in loops; the reasons instead where runs prove nothing about each other."""
     if alone:
         return {"difference": None, "reasons": []}
-    reasons = setting_reasons(baseline, run)
+    reasons = setting_reasons(baseline, run, hint=False)
     ours, theirs = ({sample.key for sample in each.samples} for each in (run, baseline))
     if ours != theirs:
         reasons.append(f"{len(ours ^ theirs)} samples are in one run only")

@@ -57,7 +57,7 @@ def _note(result: Result) -> str:
         f"{_few_bits(result)}"
     )
     if result.family is None:
-        return screening
+        return f"{screening} Promising: a difference above 0, whatever its interval."
     seal = (result.family.preregistration or "")[:12]
     return (
         f"{screening} Strict: {settings.problems} held-out problems x {settings.draws}, mean memory matched "
