@@ -88,6 +88,7 @@ def test_a_run_log_says_the_precision_and_match_can_use_it(
     result = run("eval", *common, "--policy", "snapkv", *SHORT, *BITS, "--out", out, "--prompt", "plain")
     assert result.exit_code == 0, result.output
     assert "8 bits, protect range" in result.stdout
+    assert "entries per head; the bytes of" in result.stdout
     header = read_run(out).header
     assert header.precision is not None
     assert header.precision["bits"] == 8

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,21 @@ def test_labels_say_how_the_prompt_counts() -> None:
     assert label("vase-attnv", 64, "kept") == "vase-attnv 64 + prompt"
     few = {"bits": 2, "key_bits": 4, "protect": "range"}
     assert label("snapkv", 64, precision=few) == "snapkv 64, 2 bits, keys 4, protect range"
+
+
+def test_entries_in_few_bits_are_weighed(runs: list[Run]) -> None:
+    """Twice as many entries in half the bytes would look like twice the memory."""
+    assert "mean memory" not in make_report(runs).markdown()
+    few = a_run("snapkv", 128, 0.5, precision={"bits": 4, "protect": "none"})
+    weighed = replace(few, samples=tuple(replace(each, mean_memory=41.5) for each in few.samples))
+    lines = make_report([runs[0], weighed]).markdown().splitlines()
+    names = next(line for line in lines if "mean memory" in line).split(" | ")
+    cells = next(line for line in lines if line.startswith("| snapkv 128, 4 bits")).split(" | ")
+    assert len(cells) == len(names)
+    assert cells[names.index("mean cache")] == "128.0"
+    assert cells[names.index("mean memory")] == "41.5"
+    # An older log has no bytes.
+    assert "| 128.0 | – |" in make_report([runs[0], weighed, few]).markdown()
 
 
 def test_the_command_writes_both_files(runs: list[Run], tmp_path: Path) -> None:

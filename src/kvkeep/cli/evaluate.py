@@ -286,6 +286,7 @@ def show_summary(summary: Summary, out: Path) -> None:
         f"  samples: {', '.join(counts)}; texts: {', '.join(bad) or 'all ok'}",
         f"  cache: mean {summary.mean_cache:.1f}, peak {summary.peak_cache:.1f}, after the prompt "
         f"{summary.prefill_cache:.1f} entries per head"
+        + (f"; the bytes of {summary.mean_memory:.1f} entries in 16 bits" if summary.weighed else "")
         + (f"; {format_bytes(summary.kv_bytes)} a batch" if summary.kv_bytes else ""),
         f"  read in a step: mean {summary.mean_read:.1f}, peak {summary.peak_read:.1f} entries per head"
         + query,

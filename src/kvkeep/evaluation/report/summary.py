@@ -54,6 +54,8 @@ class Summary:
         Share of correct ones among the samples in which an answer was found.
     mean_cache, mean_cache_per_sample, peak_cache, prefill_cache
         Entries per KV head and layer: over steps, over samples, the largest, at the end of the prompt.
+    mean_memory
+        Entries of 16 bits that would take the same bytes, over steps; 0 where it was not measured.
     mean_read, peak_read, mean_read_by_query
         Entries per KV head and layer that a step read, each once: mean and maximum; and what one query head
         read, ``None`` if it was not measured.
@@ -92,6 +94,7 @@ class Summary:
     mean_cache_per_sample: float
     peak_cache: float
     prefill_cache: float
+    mean_memory: float
     mean_read: float
     peak_read: float
     mean_read_by_query: float | None
@@ -104,6 +107,11 @@ class Summary:
     failure_classes: dict[str, int]
     answer_classes: dict[str, int]
     parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def weighed(self) -> bool:
+        """Whether entries are in few bits, so that their number does not say what they take."""
+        return self.mean_memory > 0 and abs(self.mean_memory - self.mean_cache) > 0.05
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -160,6 +168,7 @@ def summarise(run: Run) -> Summary:
         mean_cache_per_sample=run.mean_cache_per_sample,
         peak_cache=max(sample.peak_cache for sample in samples),
         prefill_cache=run.prefill_cache,
+        mean_memory=run.mean_memory,
         mean_read=run.mean_read,
         peak_read=run.peak_read,
         mean_read_by_query=run.mean_read_by_query,

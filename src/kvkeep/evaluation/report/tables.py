@@ -42,6 +42,8 @@ def result_table(summaries: Sequence[Summary]) -> Table:
     """Accuracy and memory, one run a row."""
     rows = []
     measured = axis(summaries)
+    # Where entries are in few bits their number says little of what they take.
+    weighed = any(each.weighed for each in summaries)
     for each in summaries:
         found = each.accuracy
         low, high = found.interval if found is not None else (0.0, 0.0)
@@ -52,6 +54,7 @@ def result_table(summaries: Sequence[Summary]) -> Table:
                 "–" if found is None else f"{100 * low:.1f} to {100 * high:.1f}",
                 f"{100 * each.correct:.1f}",
                 f"{each.mean_cache:.1f}",
+                *((f"{each.mean_memory:.1f}" if each.mean_memory else "–",) if weighed else ()),
                 f"{each.mean_read:.1f}",
                 f"{each.mean_cache_per_sample:.1f}",
                 f"{each.peak_cache:.0f}",
@@ -68,6 +71,7 @@ def result_table(summaries: Sequence[Summary]) -> Table:
             "95 % interval",
             "all right %",
             "mean cache",
+            *(("mean memory",) if weighed else ()),
             "mean read",
             "per sample",
             "peak",
@@ -81,6 +85,7 @@ def result_table(summaries: Sequence[Summary]) -> Table:
             "Cache: measured entries per KV head and layer, prompt included; read: those of them that a step "
             "read, fewer than stored only under a selector. Means weigh every step alike, per sample every "
             "sample. Intervals come from the spread between problems."
+            + (" Memory: entries of 16 bits that would take as many bytes." if weighed else "")
         ),
     )
 
