@@ -5,6 +5,7 @@ from typing import Any
 
 from kvkeep.core.policy import Policy
 from kvkeep.core.precision import Precision
+from kvkeep.evaluation.design_space.mechanisms import precision_flags
 from kvkeep.kernels.few_bits import row_bytes
 from kvkeep.policies.compose import policy as make_policy
 
@@ -64,15 +65,7 @@ class Arm:
         """For `kvkeep eval`."""
         mode = "kept" if self.on_top else "counts"
         words = [] if self.budget is None else ["--budget", str(self.budget), "--prompt-mode", mode]
-        if self.precision is None:
-            return words
-        words += ["--kv-bits", str(self.precision.bits), "--protect", self.precision.protect]
-        words += [] if self.precision.key_bits is None else ["--kv-key-bits", str(self.precision.key_bits)]
-        if self.precision.protect != "none":
-            for name in ("reserve", "sinks", "recent"):
-                value = getattr(self.precision, name)
-                words += [] if value is None else [f"--kv-{name}", str(value)]
-        return words
+        return words + " ".join(precision_flags(self.precision)).split()
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""

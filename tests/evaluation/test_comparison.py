@@ -126,8 +126,11 @@ def test_entries_in_few_bits_are_said() -> None:
     assert f"{said}: compare them with --match-on mean_memory" in refused.value.reasons[0]
     assert said in compare(full, coarse, allow=["cache"], resamples=100).notes
     matched = "bytes were matched"
-    weighed = [replace(each, samples=tuple(replace(one, mean_memory=9.0) for one in each.samples))
-               for each in (full, coarse)]  # fmt: skip
+
+    def weigh(each: Run) -> Run:
+        return replace(each, samples=tuple(replace(one, mean_memory=9.0) for one in each.samples))
+
+    weighed = (weigh(full), weigh(coarse))
     assert matched in " ".join(compare(*weighed, on="mean_memory", resamples=100).notes)
     allowed = compare(*weighed, on="mean_memory", allow=["cache"], resamples=100)
     assert matched not in " ".join(allowed.notes)

@@ -483,6 +483,12 @@ def test_numbers_that_cannot_be_right(options: dict[str, Any], message: str) -> 
         Precision(**options)  # type: ignore[arg-type]
 
 
+def test_as_many_bits_for_keys_are_no_other_precision() -> None:
+    """A saved cache, a log and a sealed plan would be refused for a word too many."""
+    assert Precision(bits=4, key_bits=4) == Precision(bits=4)
+    assert "key_bits" not in Precision(bits=4, key_bits=4).as_dict()
+
+
 def test_an_unknown_rule_names_the_others() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'range'"):
         Precision(bits=4, protect="rang")  # type: ignore[arg-type]

@@ -248,16 +248,15 @@ def make_precision(
     ConfigError
         If a number cannot be right, or a flag needs ``--kv-bits``.
     """
-    from kvkeep.core.precision import Precision
+    from kvkeep.core.precision import Precision, flag
 
     given: dict[str, Any] = {"protect": protect, "group": group, "reserve": reserve}
     given |= {"sinks": sinks, "recent": recent, "prompt": prompt, "key_bits": key_bits}
-    flags = {name: "--protect" if name == "protect" else f"--kv-{name.replace('_', '-')}" for name in given}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if bits is None:
         for name in chosen:
             raise ConfigError(
-                f"{flags[name]} says how entries in few bits are stored: add --kv-bits 4 (or 8, 2)."
+                f"{flag(name)} says how entries in few bits are stored: add --kv-bits 4 (or 8, 2)."
             )
         return None
     if protect == "none" and sinks:

@@ -46,7 +46,7 @@ class Precision:
         Of a code: 2, 4 or 8. Scales are counted on top (:meth:`bits_per_channel`).
     key_bits
         Of a key's codes, if not as many: an error in a key moves attention to other entries, one in a value
-        only changes what is read there. ``None``: ``bits``.
+        only changes what is read there. ``None``, or as many: ``bits``.
     protect
         Rule by which the reserve is filled; ``"none"`` protects nothing, sinks and newest entries neither.
     group
@@ -87,6 +87,8 @@ class Precision:
         for name, value in (("bits", self.bits), ("key_bits", self.key_bits)):
             if (type(value) is not int or value not in _BITS) and (name, value) != ("key_bits", None):
                 raise ConfigError(f"{name}={value!r} is not offered: use 8, 4 or 2, or leave it out.")
+        if self.key_bits == self.bits:  # one way to say it: headers, seals and saved caches are compared
+            object.__setattr__(self, "key_bits", None)
         if self.protect not in PROTECT:
             raise UnknownNameError("protect rule", str(self.protect), PROTECT)
         for name, least in (("group", _LEAST_GROUP), ("reserve", 0), ("sinks", 0), ("recent", 0)):
@@ -150,7 +152,7 @@ class Precision:
     def check(self, head_dim: int, value_dim: int) -> list[str]:
         """Reasons why heads of so many channels cannot be stored like this; empty if they can."""
         reasons = []
-        if self.width("keys") != self.bits and head_dim != value_dim:
+        if self.key_bits is not None and head_dim != value_dim:
             reasons.append(
                 f"keys have {head_dim} channels and values {value_dim}, so the mean of both widths is not "
                 "what an entry takes: leave key_bits out"
@@ -193,4 +195,15 @@ def widths(precision: Mapping[str, Any]) -> str:
     '2 bits, keys 4'
     """
     keys = precision.get("key_bits")
-    return f"{precision['bits']} bits" + ("" if keys in (None, precision["bits"]) else f", keys {keys}")
+    return f"{precision['bits']} bits" + ("" if keys is None else f", keys {keys}")
+
+
+def flag(name: str) -> str:
+    """What commands call a field of a precision.
+
+    Examples
+    --------
+    >>> flag("key_bits"), flag("protect")
+    ('--kv-key-bits', '--protect')
+    """
+    return "--protect" if name == "protect" else f"--kv-{name.replace('_', '-')}"

@@ -7,7 +7,7 @@ from typing import cast
 
 from kvkeep.core.errors import ConfigError, UnsupportedError
 from kvkeep.core.policy import Policy
-from kvkeep.core.precision import WINDOW, Precision, Protect
+from kvkeep.core.precision import WINDOW, Precision, Protect, widths
 from kvkeep.core.spec import ModelSpec
 from kvkeep.core.traits import Traits
 
@@ -48,7 +48,7 @@ def refuse_precision(precision: Precision | None, policy: Policy, spec: ModelSpe
         return
     reasons = precision.check(spec.head_dim, spec.value_dim) + policy_reasons(precision, policy)
     if reasons:
-        raise UnsupportedError(f"storing entries in {precision.bits} bits", reasons)
+        raise UnsupportedError(f"storing entries in {widths(precision.as_dict())}", reasons)
 
 
 def policy_reasons(precision: Precision, policy: Policy) -> list[str]:

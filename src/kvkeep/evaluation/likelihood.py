@@ -223,7 +223,7 @@ def read_windows(
         predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
         losses = cross_entropy(predicted, targets.flatten(), reduction="none").view(targets.shape)
         nats.append(losses.double().sum(-1).tolist())
-        on_losses(losses.cpu())
+        on_losses(losses)
         counts.append(targets.shape[1])
         entries.append(held + (targets.shape[1] + 1) / 2)
         on_chunk(rows * (stop - start))

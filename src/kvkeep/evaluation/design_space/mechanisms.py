@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from kvkeep.core.budget import Budget
 from kvkeep.core.errors import ConfigError, UnknownNameError
 from kvkeep.core.policy import Policy
-from kvkeep.core.precision import FULL_BITS, Precision
+from kvkeep.core.precision import FULL_BITS, Precision, flag
 from kvkeep.policies.compose import policy
 
 Family = Literal["state", "routing", "cadence", "decoding", "scoring"]
@@ -153,8 +153,7 @@ def precision_flags(precision: Precision | None) -> list[str]:
         return []
     default = Precision(bits=precision.bits)
     return [f"--kv-bits {precision.bits}"] + [
-        f"{'--protect' if each.name == 'protect' else '--kv-' + each.name.replace('_', '-')} "
-        f"{getattr(precision, each.name)}"
+        f"{flag(each.name)} {getattr(precision, each.name)}"
         for each in fields(Precision)
         if getattr(precision, each.name) != getattr(default, each.name)
     ]

@@ -84,7 +84,14 @@ def nats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task,
         precision = replace(precision, prompt="few", reserve=(precision.reserve or 0) + grown)
     windows = torch.tensor([tokens[:length] for tokens in whole])
     losses: list[torch.Tensor] = []
-    read_windows(model, counted, windows, chunk=policy.buffer, precision=precision, on_losses=losses.append)
+    read_windows(
+        model,
+        counted,
+        windows,
+        chunk=policy.buffer,
+        precision=precision,
+        on_losses=lambda each: losses.append(each.cpu()),
+    )
     return Nats(
         per_token=tuple(tuple(round(each, 5) for each in row) for row in torch.cat(losses, 1).tolist()),
         # Chunks that hold a piece of the prompt tell nothing of the answer.
